@@ -1,0 +1,51 @@
+# Everything a newcomer runs. Needs Python 3.11 or newer, git and make; `make setup` brings the rest into .venv.
+
+PYTHON ?= python3
+BIN    := .venv/bin
+STAMP  := .venv/.setup-done
+DEMO   := build/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench verify-all clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
+
+setup: $(STAMP)  ## make .venv with the fourfold command and the tools in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	  "Fourfold needs Python 3.11 or newer, this is %d.%d; try: make setup PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "setup: making .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "setup: installing fourfold and its dependencies (torch is large, the first time takes minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+	@echo "setup: done, the command is $(BIN)/fourfold"
+
+demo: setup  ## plan, prove and train a small network on two processes
+	@mkdir -p $(DEMO)
+	$(BIN)/fourfold inspect vgg16-cifar
+	$(BIN)/fourfold plan vgg16-cifar --strategy data --devices 2 --batch 16 -o $(DEMO)/plan.json
+	$(BIN)/fourfold verify vgg16-cifar --plan $(DEMO)/plan.json --ranks 2
+	$(BIN)/fourfold train vgg16-cifar --plan $(DEMO)/plan.json --ranks 2 --steps 5
+
+test: setup  ## the tests (without those marked slow, gpu or foreign)
+	@$(BIN)/python -m pytest -q
+
+check: setup  ## ruff, and mypy in strict mode on src
+	@echo "check: ruff"
+	@$(BIN)/ruff check .
+	@echo "check: mypy"
+	@$(BIN)/mypy
+
+bench: setup  ## the benchmarks
+	@$(BIN)/python benchmarks/run.py
+
+verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
+	@$(BIN)/python tests/verify_all.py
+
+clean:  ## remove what was built and cached, but not .venv
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,20 @@
+"""Fourfold predicts, plans and runs hybrid-parallel training of any PyTorch model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.runtime.parallel import Parallel, parallelize, plan
+
+__version__ = "0.1.0"
+__all__ = ["Parallel", "parallelize", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded on first use, so that `import fourfold` leaves torch alone."""
+    if name in __all__:
+        from fourfold.runtime import parallel
+
+        return getattr(parallel, name)
+    raise AttributeError(f"module 'fourfold' has no attribute '{name}'")

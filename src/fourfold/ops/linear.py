@@ -1,0 +1,167 @@
+"""Matrix products: linear layers, matmul in all its shapes, einsum.
+
+`filter` divides the output features, `channel` the contracted ones (the result is then Partial), `batch` and `domain:i` the leading dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fourfold.graph import Graph, Op
+from fourfold.ops.nest import Call, Dim, Loop, Nest, rule
+
+
+def _leading(shape: Sequence[int]) -> list[Loop]:
+    """Loops for leading dims: the first is the batch, the others are domain."""
+    labels = [("batch",) if i == 0 else (f"domain:{i - 1}",) for i in range(len(shape))]
+    return [Loop(name=f"b{i}", size=size, labels=labels[i]) for i, size in enumerate(shape)]
+
+
+@rule("linear")
+def linear(op: Op, graph: Graph) -> Nest | None:
+    call = Call(op, graph, "input weight bias")
+    x, w = call.shape("input"), call.shape("weight")
+    if len(w) != 2 or len(x) < 1:
+        return None
+    lead = _leading(x[:-1])
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in lead)
+    loops = (
+        *lead,
+        Loop(name="f", size=w[0], labels=("filter",)),
+        Loop(name="c", size=w[1], labels=("channel",), kind="sum"),
+    )
+    operands: list[tuple[Dim, ...]] = [(*dims, ("c",)), (("f",), ("c",))]
+    if call["bias"] is not None:
+        operands.append((("f",),))
+    return Nest(
+        loops=loops,
+        operands=tuple(operands),
+        results=((*dims, ("f",)),),
+        kernel="linear",
+        anchor=True,
+        flops=2 * math.prod(x) * w[0],
+        saved=(0, 1),
+    )
+
+
+@rule("addmm")
+def addmm(op: Op, graph: Graph) -> Nest | None:
+    """``beta * bias + alpha * x @ w``; the bias broadcasts."""
+    call = Call(op, graph, "bias x w")
+    bias, x, w = call.shape("bias"), call.shape("x"), call.shape("w")
+    loops = (
+        Loop(name="b0", size=x[0], labels=("batch",)),
+        Loop(name="f", size=w[1], labels=("filter",)),
+        Loop(name="c", size=x[1], labels=("channel",), kind="sum"),
+    )
+    names = ("b0", "f")[2 - len(bias) :]
+    bias_dims: tuple[Dim, ...] = tuple((n,) if size > 1 else () for n, size in zip(names, bias, strict=True))
+    return Nest(
+        loops=loops,
+        operands=(bias_dims, (("b0",), ("c",)), (("c",), ("f",))),
+        results=((("b0",), ("f",)),),
+        kernel="addmm",
+        anchor=True,
+        flops=2 * x[0] * x[1] * w[1],
+        saved=(1, 2),
+    )
+
+
+@rule("mm", "bmm", "matmul")
+def matmul(op: Op, graph: Graph) -> Nest | None:
+    call = Call(op, graph, "x w")
+    x, w = call.shape("x"), call.shape("w")
+    if len(x) < 2 or len(w) < 2:
+        return _vector_product(op, x, w)
+    width = max(len(x), len(w)) - 2
+    lead = call.result[:width]
+    loops = [
+        *_leading(lead),
+        Loop(name="m", size=x[-2], labels=("batch",) if width == 0 else (f"domain:{width - 1}",)),
+        Loop(name="f", size=w[-1], labels=("filter",)),
+        Loop(name="c", size=x[-1], labels=("channel",), kind="sum"),
+    ]
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        own = shape[:-2]
+        first = width - len(own)
+        return tuple((f"b{first + i}",) if size == lead[first + i] else () for i, size in enumerate(own))
+
+    return Nest(
+        loops=tuple(loops),
+        operands=((*dims(x), ("m",), ("c",)), (*dims(w), ("c",), ("f",))),
+        results=((*((f"b{i}",) for i in range(width)), ("m",), ("f",)),),
+        anchor=True,
+        flops=2 * math.prod(call.result) * x[-1],
+        saved=(0, 1),
+    )
+
+
+def _vector_product(op: Op, x: tuple[int, ...], w: tuple[int, ...]) -> Nest | None:
+    if len(x) < 2 or len(w) != 1:
+        return None
+    lead = _leading(x[:-1])
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in lead)
+    loops = (*lead, Loop(name="c", size=x[-1], labels=("channel",), kind="sum"))
+    return Nest(
+        loops=loops, operands=((*dims, ("c",)), (("c",),)), results=(dims,), anchor=True, flops=2 * math.prod(x), saved=(0, 1)
+    )
+
+
+@rule("baddbmm")
+def baddbmm(op: Op, graph: Graph) -> Nest | None:
+    """``beta * bias + alpha * x @ w`` on batches."""
+    call = Call(op, graph, "bias x w")
+    bias, x, w = call.shape("bias"), call.shape("x"), call.shape("w")
+    loops = (
+        Loop(name="b0", size=x[0], labels=("batch",)),
+        Loop(name="m", size=x[1], labels=("domain:0",)),
+        Loop(name="f", size=w[2], labels=("filter",)),
+        Loop(name="c", size=x[2], labels=("channel",), kind="sum"),
+    )
+    names = ("b0", "m", "f")[3 - len(bias) :]
+    bias_dims: tuple[Dim, ...] = tuple((n,) if size > 1 else () for n, size in zip(names, bias, strict=True))
+    return Nest(
+        loops=loops,
+        operands=(bias_dims, (("b0",), ("m",), ("c",)), (("b0",), ("c",), ("f",))),
+        results=((("b0",), ("m",), ("f",)),),
+        kernel="addmm",
+        anchor=True,
+        flops=2 * math.prod(x) * w[2],
+        saved=(1, 2),
+    )
+
+
+@rule("einsum")
+def einsum(op: Op, graph: Graph) -> Nest | None:
+    """Every letter is a loop; letters missing from the output are summed."""
+    equation = str(op.args[0]).replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    inputs, output = equation.split("->")
+    terms = inputs.split(",")
+    if any(len(set(term)) != len(term) for term in terms):
+        return None
+    sizes: dict[str, int] = {}
+    for term, name in zip(terms, op.operands, strict=True):
+        for letter, size in zip(term, graph.values[name].shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return None  # broadcasting a dim of size one
+    first = output[:1]
+    loops = []
+    for letter, size in sizes.items():
+        labels: tuple[str, ...] = ("batch",) if letter == first else ()
+        if letter not in output:
+            labels = ("channel",)
+        elif letter == output[-1] and letter != first:
+            labels = ("filter",)
+        loops.append(Loop(name=letter, size=size, labels=labels, kind="map" if letter in output else "sum"))
+    return Nest(
+        loops=tuple(loops),
+        operands=tuple(tuple((letter,) for letter in term) for term in terms),
+        results=(tuple((letter,) for letter in output),),
+        anchor=True,
+        flops=2 * math.prod(sizes.values()),
+        saved=tuple(range(len(terms))),
+    )

@@ -1,0 +1,67 @@
+"""Losses as the captured scalar: every shard adds its terms, divided by the global denominator, so the result is Partial."""
+
+from __future__ import annotations
+
+import math
+
+from fourfold.graph import Graph, Op
+from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, rule
+
+NONE, MEAN, SUM = 0, 1, 2
+"""ATen's reduction codes."""
+
+
+@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+def cross_entropy(op: Op, graph: Graph) -> Nest | None:
+    call = Call(op, graph, "input target weight reduction ignore_index label_smoothing")
+    x, target = call.shape("input"), call.shape("target")
+    if len(x) < 2 or len(op.results) != 1:
+        return None
+    reduction = call.get("reduction", MEAN)
+    kind: Kind = "map" if reduction == NONE else "sum"
+    soft = call.spec("target").is_float
+    splits = op.target.startswith("aten.cross") and not soft and not call.get("label_smoothing", 0.0)
+    loops = tuple(
+        Loop(name=f"i{d}", size=size, kind=("joint" if splits else "whole") if d == 1 else kind) for d, size in enumerate(x)
+    )
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    labels = dims if soft else tuple(d for i, d in enumerate(dims) if i != 1)
+    operands = [dims, labels]
+    if call["weight"] is not None:
+        operands.append(((x[1],),))
+    result: tuple[Dim, ...] = tuple(d for i, d in enumerate(dims) if i != 1) if reduction == NONE else ()
+    return Nest(
+        loops=loops, operands=tuple(operands), results=(result,), kernel="cross_entropy", flops=6 * math.prod(x), saved=(0, 1),
+        detail={"reduction": reduction, "weight": call["weight"] is not None, "soft": soft,
+                "ignore": call.get("ignore_index", -100), "smoothing": call.get("label_smoothing", 0.0),
+                "logits": op.target.startswith("aten.cross"), "rows": x[0], "targets": target},
+    )  # fmt: skip
+
+
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy",
+      "kl_div", "soft_margin_loss", "poisson_nll_loss")  # fmt: skip
+def elementwise(op: Op, graph: Graph) -> Nest | None:
+    names = {
+        "binary_cross_entropy_with_logits": "input target weight pos_weight reduction",
+        "binary_cross_entropy": "input target weight reduction",
+        "poisson_nll_loss": "input target log_input full eps reduction",
+    }
+    call = Call(op, graph, names.get(op.target.split(".")[1], "input target reduction"))
+    reduction = call.get("reduction", MEAN)
+    shapes = [graph.values[name].shape for name in op.operands]
+    width = max(len(s) for s in shapes)
+    full = tuple(max(s[len(s) - width + d] for s in shapes if len(s) - width + d >= 0) for d in range(width))
+    kind: Kind = "map" if reduction == NONE else "sum"
+    loops = tuple(Loop(name=f"i{d}", size=size, kind=kind) for d, size in enumerate(full))
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        first = width - len(shape)
+        return tuple((f"i{first + d}",) if size == full[first + d] else () for d, size in enumerate(shape))
+
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops) if reduction == NONE else ()
+    position = names.get(op.target.split(".")[1], "input target reduction").split().index("reduction")
+    return Nest(
+        loops=loops, operands=tuple(dims(s) for s in shapes), results=(result,), kernel="elementwise_loss",
+        flops=4 * math.prod(full), saved=tuple(range(len(shapes))),
+        detail={"reduction": reduction, "position": position, "count": math.prod(full)},
+    )  # fmt: skip

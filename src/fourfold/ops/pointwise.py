@@ -1,0 +1,85 @@
+"""Ops that treat every element alone, with broadcasting; copies, casts and dropout among them.
+
+They follow their largest input. Partial sums pass where the op is linear: copies, sign changes, sums of partial values and products
+with plain numbers.
+"""
+
+from __future__ import annotations
+
+from fourfold.graph import Graph, Op, Ref
+from fourfold.ops.nest import Dim, Loop, Nest, rule
+
+_LINEAR_ALL = ("aten.add.Tensor", "aten.sub.Tensor", "aten.neg", "aten.clone", "aten.alias", "aten.contiguous")
+_LINEAR_FIRST = ("aten.mul.Scalar", "aten.div.Scalar", "aten.mul.Tensor", "aten.div.Tensor")
+_SAVES_RESULT = ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "threshold")
+_SAVES_INPUTS = ("mul", "div", "gelu", "silu", "leaky_relu", "elu", "hardtanh", "hardswish", "mish", "softplus", "pow",
+                 "log", "sin", "cos", "abs", "where", "maximum", "minimum", "square", "erf", "prelu")  # fmt: skip
+
+
+def broadcast(op: Op, graph: Graph, shape: tuple[int, ...]) -> tuple[tuple[Loop, ...], tuple[tuple[Dim, ...], ...]]:
+    """One loop per dim of the result, and each operand's dims against it, aligned at the right."""
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(shape))
+    operands = []
+    for name in op.operands:
+        own = graph.values[name].shape
+        first = len(shape) - len(own)
+        dims: list[Dim] = [(f"i{first + d}",) if size == shape[first + d] else () for d, size in enumerate(own)]
+        operands.append(tuple(dims))
+    return loops, tuple(operands)
+
+
+def _linear(op: Op) -> tuple[int, ...]:
+    if op.target.startswith(_LINEAR_ALL) and all(isinstance(a, Ref) for a in op.args[:1]):
+        numbers = [a for a in op.args[1:] if not isinstance(a, Ref)]
+        return tuple(range(len(op.operands))) if not numbers else ()
+    if op.target.startswith(_LINEAR_FIRST) and len(op.operands) == 1 and isinstance(op.args[0], Ref):
+        return (0,)
+    return ()
+
+
+def _saved(op: Op) -> tuple[int, ...]:
+    name = op.target.split(".")[1]
+    if name in _SAVES_RESULT:
+        return (-1,)
+    return tuple(range(len(op.operands))) if name in _SAVES_INPUTS else ()
+
+
+@rule(
+    "<pointwise>", "clone", "alias", "contiguous", "detach", "to", "_to_copy", "type_as", "lift_fresh_copy", "lift_fresh",
+    "zeros_like", "ones_like", "full_like", "masked_fill", "fill", "copy", "where", "prelu_kernel", "celu", "selu",
+    "relu6", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "log_sigmoid", "softplus", "logical_not", "square",
+)  # fmt: skip
+def pointwise(op: Op, graph: Graph) -> Nest | None:
+    if len(op.results) != 1:
+        return None
+    shape = graph.values[op.results[0]].shape
+    loops, operands = broadcast(op, graph, shape)
+    numel = graph.values[op.results[0]].numel
+    return Nest(
+        loops=loops,
+        operands=operands,
+        results=(tuple((loop.name,) for loop in loops),),
+        linear=_linear(op),
+        flops=0 if op.target.startswith(("aten.clone", "aten.alias", "aten.detach", "aten.to")) else numel,
+        saved=_saved(op),
+    )
+
+
+@rule("prelu")
+def prelu(op: Op, graph: Graph) -> Nest | None:
+    """The slope lies along dim 1."""
+    x, slope = (graph.values[name].shape for name in op.operands)
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x))
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    weight: tuple[Dim, ...] = (("i1",),) if slope[0] > 1 else ((),)
+    return Nest(loops=loops, operands=(dims, weight), results=(dims,), flops=graph.values[op.results[0]].numel, saved=(0, 1))
+
+
+@rule("dropout", "feature_dropout", "alpha_dropout", "rand_like", "randn_like", "bernoulli", "native_dropout")
+def random(op: Op, graph: Graph) -> Nest | None:
+    """Random masks: the kernel draws them so that every split sees the same numbers."""
+    if len(op.operands) != 1 or len(op.results) != 1 or "native" in op.target or "alpha" in op.target:
+        return None
+    nest = pointwise(op, graph)
+    assert nest is not None
+    return Nest(loops=nest.loops, operands=nest.operands, results=nest.results, kernel="random", saved=(-1,))

@@ -1,0 +1,80 @@
+"""Interpolation: nearest, linear, bilinear, trilinear and bicubic, as 1-D weights per output row of each dim."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fourfold.graph import Graph, Op
+from fourfold.ops.nest import Dim, Loop, Nest, Window, rule, spatial_label
+from fourfold.ops.window import Rows
+
+_CUBIC = -0.75  # torch's coefficient of the cubic convolution kernel
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+      "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+      "upsample_trilinear3d", "upsample_bicubic2d")  # fmt: skip
+def interpolate(op: Op, graph: Graph) -> Nest | None:
+    x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    name = op.target.split(".")[1]
+    nearest = "nearest" in name
+    align = bool(op.args[2]) if not nearest and len(op.args) > 2 else bool(op.kwargs.get("align_corners", False))
+    scales = _scales(op, len(x) - 2, nearest)
+    loops = [Loop(name="n", size=x[0], labels=("batch",)), Loop(name="c", size=x[1], labels=("filter",))]
+    inputs: list[Dim] = [("n",), ("c",)]
+    for i in range(len(x) - 2):
+        size, out = x[2 + i], y[2 + i]
+        rows = [_taps(name, o, size, out, align, scales[i]) for o in range(out)]
+        window = Rows(size=size, taps=tuple(r[0] for r in rows), weights=tuple(r[1] for r in rows))
+        loops.append(Loop(name=f"d{i}", size=out, labels=spatial_label(i)))
+        inputs.append((Window(f"d{i}", window),))
+    result: tuple[Dim, ...] = (("n",), ("c",), *((f"d{i}",) for i in range(len(x) - 2)))
+    return Nest(
+        loops=tuple(loops), operands=(tuple(inputs),), results=(result,), linear=(0,), kernel="resample",
+        flops=2 * math.prod(y) * len(x),
+    )  # fmt: skip
+
+
+def _scales(op: Op, count: int, nearest: bool) -> list[float | None]:
+    """Scale factors given by the caller, per dim (``vec`` overloads carry them in the last argument)."""
+    given: Any = op.args[-1] if op.target.endswith("vec") else None
+    if given is None and op.target.endswith("vec"):
+        given = op.kwargs.get("scale_factors")
+    if not op.target.endswith("vec"):
+        tail = op.args[2 if nearest else 3 :]
+        return [tail[i] if i < len(tail) and isinstance(tail[i], float) else None for i in range(count)]
+    return list(given) if isinstance(given, tuple) and len(given) == count and isinstance(given[0], float) else [None] * count
+
+
+def _taps(name: str, o: int, size: int, out: int, align: bool, scale: float | None) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    ratio = 1.0 / scale if scale else size / out
+    if "exact" in name:
+        return (min(int((o + 0.5) * ratio), size - 1),), (1.0,)
+    if "nearest" in name:
+        return (min(int(o * ratio), size - 1),), (1.0,)
+    if align:
+        position = o * (size - 1) / (out - 1) if out > 1 else 0.0
+    else:
+        position = (o + 0.5) * ratio - 0.5
+    if "cubic" in name:
+        return _cubic_taps(position, size)
+    position = max(position, 0.0)
+    low = min(int(position), size - 1)
+    high = min(low + 1, size - 1)
+    part = min(max(position - low, 0.0), 1.0)
+    return ((low,), (1.0,)) if high == low else ((low, high), (1.0 - part, part))
+
+
+def _cubic_taps(position: float, size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    base = math.floor(position)
+    part = position - base
+    taps = tuple(min(max(base + k, 0), size - 1) for k in (-1, 0, 1, 2))
+    return taps, tuple(_cubic(abs(part - k)) for k in (-1, 0, 1, 2))
+
+
+def _cubic(t: float) -> float:
+    a = _CUBIC
+    if t <= 1:
+        return ((a + 2) * t - (a + 3)) * t * t + 1
+    return ((a * t - 5 * a) * t + 8 * a) * t - 4 * a

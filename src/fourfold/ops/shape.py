@@ -1,0 +1,369 @@
+"""Ops that only move elements: reshapes, permutations, slices, concatenation, padding, and tensors made from nothing.
+
+A reshape is read as a regrouping of the factors its two shapes have in common, so a shard of a factor stays where it is. All are
+linear: partial sums pass through.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fourfold.graph import Graph, Op
+from fourfold.ops.nest import Call, Concat, Dim, Loop, Nest, Window, replicated, rule
+from fourfold.ops.window import Rows, Shift
+
+
+@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "atleast_1d",
+      "atleast_2d", "ravel")  # fmt: skip
+def reshape(op: Op, graph: Graph) -> Nest | None:
+    before, after = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    if len(op.operands) > 1 or len(op.results) > 1 or math.prod(before) == 0 or op.target == "aten.view.dtype":
+        return None
+    loops: list[Loop] = []
+    inputs, outputs = regrouped(before, after, loops)
+    return Nest(loops=tuple(loops), operands=(inputs,), results=(outputs,), linear=(0,), kernel="reshape")
+
+
+def regrouped(
+    before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """Both shapes as products of common factors; factors are added to `loops`."""
+    sides: tuple[list[Dim], list[Dim]] = ([], [])
+    i = j = 0
+    while i < len(before) or j < len(after):
+        if i < len(before) and before[i] == 1 and not (j < len(after) and after[j] == 1):
+            sides[0].append(())
+            i += 1
+            continue
+        if j < len(after) and after[j] == 1 and not (i < len(before) and before[i] == 1):
+            sides[1].append(())
+            j += 1
+            continue
+        left, right = i + 1, j + 1
+        while math.prod(before[i:left]) != math.prod(after[j:right]):
+            if math.prod(before[i:left]) < math.prod(after[j:right]):
+                left += 1
+            else:
+                right += 1
+        _group(before[i:left], after[j:right], sides, loops)
+        i, j = left, right
+    return tuple(sides[0]), tuple(sides[1])
+
+
+def _group(a: tuple[int, ...], b: tuple[int, ...], sides: tuple[list[Dim], list[Dim]], loops: list[Loop]) -> None:
+    cuts = sorted({math.prod(s[k:]) for s in (a, b) for k in range(len(s) + 1)}, reverse=True)
+    if any(high % low for high, low in zip(cuts, cuts[1:], strict=False)):
+        sides[0].extend((size,) for size in a)
+        sides[1].extend((size,) for size in b)
+        return
+    named: list[tuple[int, str]] = []  # (product of what lies inside, loop)
+    for high, low in zip(cuts, cuts[1:], strict=False):
+        named.append((low, f"r{len(loops)}"))
+        loops.append(Loop(name=f"r{len(loops)}", size=high // low))
+    if not named:  # one element on both sides
+        named = [(1, f"r{len(loops)}")]
+        loops.append(Loop(name=f"r{len(loops)}", size=1))
+    for side, shape in zip(sides, (a, b), strict=True):
+        for k in range(len(shape)):
+            high, low = math.prod(shape[k:]), math.prod(shape[k + 1 :])
+            side.append(tuple(name for inner, name in named if low <= inner < high) or ((named[0][1],) if high == 1 else ()))
+
+
+def _mapped(op: Op, graph: Graph, order: list[int], kernel: str = "plain") -> Nest:
+    """Result dim k is operand dim order[k]."""
+    shape = graph.values[op.operands[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(shape))
+    return Nest(
+        loops=loops,
+        operands=(tuple((loop.name,) for loop in loops),),
+        results=(tuple((f"i{d}",) for d in order),),
+        linear=(0,),
+        kernel=kernel,
+    )
+
+
+@rule("permute", "transpose.int", "t", "numpy_T", "mT", "swapaxes", "adjoint", "matrix_H", "movedim.int")
+def permute(op: Op, graph: Graph) -> Nest | None:
+    rank = len(graph.values[op.operands[0]].shape)
+    order = list(range(rank))
+    name = op.target.split(".")[1]
+    if name == "permute":
+        order = [d % rank for d in op.args[1]]
+    elif name in ("transpose", "swapaxes"):
+        a, b = (d % rank for d in op.args[1:3])
+        order[a], order[b] = order[b], order[a]
+    elif name in ("mT", "adjoint", "matrix_H"):
+        order[-2:] = [rank - 1, rank - 2]
+    elif name == "movedim":
+        source, target = (d % rank for d in op.args[1:3])
+        order.remove(source)
+        order.insert(target, source)
+    else:
+        order.reverse()
+    return _mapped(op, graph, order)
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def expand(op: Op, graph: Graph) -> Nest | None:
+    x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
+    first = len(y) - len(x)
+    dims: tuple[Dim, ...] = tuple((f"i{first + d}",) if size == y[first + d] else () for d, size in enumerate(x))
+    results: tuple[tuple[Dim, ...], ...] = (tuple((loop.name,) for loop in loops),)
+    if len(op.operands) > 1:
+        return None
+    return Nest(loops=loops, operands=(dims,), results=results, linear=(0,), kernel="expand")
+
+
+@rule("repeat")
+def repeat(op: Op, graph: Graph) -> Nest | None:
+    x, times = graph.values[op.operands[0]].shape, op.args[1]
+    first = len(times) - len(x)
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x))
+    result: list[Dim] = [(times[d],) for d in range(first)]
+    result += [(times[first + d], f"i{d}") if times[first + d] > 1 else (f"i{d}",) for d in range(len(x))]
+    return Nest(loops=loops, operands=(tuple((loop.name,) for loop in loops),), results=(tuple(result),), linear=(0,))
+
+
+@rule("repeat_interleave.self_int")
+def repeat_interleave(op: Op, graph: Graph) -> Nest | None:
+    call = Call(op, graph, "input repeats dim")
+    x = call.shape("input")
+    if call["dim"] is None:
+        return None
+    dim = call["dim"] % len(x)
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x))
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    result: tuple[Dim, ...] = tuple((f"i{d}", call["repeats"]) if d == dim else (f"i{d}",) for d in range(len(x)))
+    return Nest(loops=loops, operands=(dims,), results=(result,), linear=(0,))
+
+
+@rule("cat", "concat", "concatenate")
+def cat(op: Op, graph: Graph) -> Nest | None:
+    """Along the concatenated dim every piece stays divided as it is: the result owns a span of each."""
+    shapes = [graph.values[name].shape for name in op.operands]
+    dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(shapes[0])
+    if any(len(s) != len(shapes[0]) for s in shapes):
+        return None
+    loops = [Loop(name=f"i{d}", size=size) for d, size in enumerate(shapes[0]) if d != dim]
+    loops += [Loop(name=f"k{i}", size=s[dim], tied="k") for i, s in enumerate(shapes)]
+    operands = tuple(tuple((f"k{i}",) if d == dim else (f"i{d}",) for d in range(len(s))) for i, s in enumerate(shapes))
+    pieces = Concat(tuple(f"k{i}" for i in range(len(shapes))))
+    result: tuple[Dim, ...] = tuple((pieces,) if d == dim else (f"i{d}",) for d in range(len(shapes[0])))
+    return Nest(loops=tuple(loops), operands=operands, results=(result,), linear=tuple(range(len(shapes))))
+
+
+@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
+def split(op: Op, graph: Graph) -> Nest | None:
+    x = graph.values[op.operands[0]].shape
+    dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)) % len(x)
+    sizes = [graph.values[name].shape[dim] for name in op.results]
+    if sum(sizes) != x[dim]:
+        return None
+    loops = [Loop(name=f"i{d}", size=size) for d, size in enumerate(x) if d != dim]
+    loops += [Loop(name=f"k{i}", size=size, tied="k") for i, size in enumerate(sizes)]
+    pieces = Concat(tuple(f"k{i}" for i in range(len(sizes))))
+    dims: tuple[Dim, ...] = tuple((pieces,) if d == dim else (f"i{d}",) for d in range(len(x)))
+    results = tuple(tuple((f"k{i}",) if d == dim else (f"i{d}",) for d in range(len(x))) for i in range(len(sizes)))
+    return Nest(loops=tuple(loops), operands=(dims,), results=results, linear=(0,), kernel="split", detail={"dim": dim})
+
+
+@rule("unbind")
+def unbind(op: Op, graph: Graph) -> Nest | None:
+    x = graph.values[op.operands[0]].shape
+    dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(x)
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x) if d != dim)
+    dims: tuple[Dim, ...] = tuple((x[dim],) if d == dim else (f"i{d}",) for d in range(len(x)))
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    return Nest(loops=loops, operands=(dims,), results=(result,) * len(op.results), linear=(0,))
+
+
+@rule("select.int")
+def select(op: Op, graph: Graph) -> Nest | None:
+    """One row: its owner gives it, the others add zeros."""
+    x = graph.values[op.operands[0]].shape
+    dim, index = op.args[1] % len(x), op.args[2]
+    loops = tuple(Loop(name=f"i{d}", size=size, kind="sum" if d == dim else "map") for d, size in enumerate(x))
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    detail = {"dim": dim, "index": index % x[dim]}
+    result = tuple(d for i, d in enumerate(dims) if i != dim)
+    return Nest(loops=loops, operands=(dims,), results=(result,), linear=(0,), kernel="select", detail=detail)
+
+
+@rule("stack")
+def stack(op: Op, graph: Graph) -> Nest | None:
+    x = graph.values[op.operands[0]].shape
+    dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % (len(x) + 1)
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x))
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    count = len(op.operands)
+    result: tuple[Dim, ...] = (*dims[:dim], (count,), *dims[dim:])
+    return Nest(loops=loops, operands=(dims,) * count, results=(result,), linear=tuple(range(count)))
+
+
+def _rows(op: Op, graph: Graph, taps: dict[int, tuple[int, ...]], fill: float | None = None) -> Nest:
+    """Result row o of dim d is operand row taps[d][o] (-1: a filled row)."""
+    x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
+    inputs: list[Dim] = []
+    for d, size in enumerate(x):
+        if d in taps:
+            inputs.append((Window(f"i{d}", Rows(size=size, taps=tuple((t,) for t in taps[d]))),))
+        else:
+            inputs.append((f"i{d}",))
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    linear = (0,) if not fill else ()
+    return Nest(
+        loops=loops, operands=(tuple(inputs),), results=(result,), linear=linear, kernel="rows", detail={"fill": fill or 0.0}
+    )
+
+
+@rule("slice.Tensor")
+def slice_(op: Op, graph: Graph) -> Nest | None:
+    call = Call(op, graph, "input dim start end step")
+    x = call.shape("input")
+    dim = call.get("dim", 0) % len(x)
+    start, stop, step = slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(x[dim])
+    if step != 1:
+        return _rows(op, graph, {dim: tuple(range(start, stop, step))})
+    count = max(stop - start, 0)
+    if count == x[dim]:
+        return _mapped(op, graph, list(range(len(x))), kernel="identity")
+    loops = tuple(Loop(name=f"i{d}", size=count if d == dim else size) for d, size in enumerate(x))
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    window = Window(f"i{dim}", Shift(size=x[dim], start=start, count=count))
+    dims: tuple[Dim, ...] = tuple((window,) if d == dim else (f"i{d}",) for d in range(len(x)))
+    return Nest(loops=loops, operands=(dims,), results=(result,), linear=(0,), kernel="slice", detail={"dim": dim})
+
+
+@rule("narrow")
+def narrow(op: Op, graph: Graph) -> Nest | None:
+    dim, start, length = op.args[1:4]
+    if not isinstance(start, int):
+        return None
+    sliced = Op(
+        name=op.name, target="aten.slice.Tensor", args=(op.args[0], dim, start, start + length), kwargs={},
+        results=op.results, module=op.module,
+    )  # fmt: skip
+    nest = slice_(sliced, graph)
+    if nest is not None and nest.kernel == "slice":
+        return nest
+    return nest
+
+
+@rule("flip")
+def flip(op: Op, graph: Graph) -> Nest | None:
+    x = graph.values[op.operands[0]].shape
+    dims = [d % len(x) for d in op.args[1]]
+    return _rows(op, graph, {d: tuple(reversed(range(x[d]))) for d in dims})
+
+
+@rule("roll")
+def roll(op: Op, graph: Graph) -> Nest | None:
+    x = graph.values[op.operands[0]].shape
+    shifts = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+    dims = op.args[2] if len(op.args) > 2 else ()
+    if not dims:
+        return None
+    total: dict[int, int] = {}
+    for shift, dim in zip(shifts, dims, strict=True):
+        total[dim % len(x)] = total.get(dim % len(x), 0) + shift
+    return _rows(op, graph, {d: tuple((o - s) % x[d] for o in range(x[d])) for d, s in total.items()})
+
+
+@rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+      "replication_pad2d", "replication_pad3d")  # fmt: skip
+def pad(op: Op, graph: Graph) -> Nest | None:
+    x, amounts = graph.values[op.operands[0]].shape, op.args[1]
+    name = op.target.split(".")[1]
+    mode, fill = "constant", 0.0
+    if name == "pad":
+        call = Call(op, graph, "input pad mode value")
+        mode, fill = call.get("mode", "constant"), call.get("value") or 0.0
+    elif name == "constant_pad_nd":
+        fill = op.args[2] if len(op.args) > 2 else 0.0
+    else:
+        mode = "reflect" if name.startswith("reflection") else "replicate"
+    taps = {}
+    for k in range(len(amounts) // 2):
+        before, after = amounts[2 * k : 2 * k + 2]
+        if before or after:
+            size = x[len(x) - 1 - k]
+            taps[len(x) - 1 - k] = tuple(_source(o, size, mode) for o in range(-before, size + after))
+    return _rows(op, graph, taps, fill if mode == "constant" else 0.0)
+
+
+def _source(o: int, size: int, mode: str) -> int:
+    """Which row a padded index copies; -1 for a constant."""
+    if 0 <= o < size:
+        return o
+    if mode == "constant":
+        return -1
+    if mode == "circular":
+        return o % size
+    if mode == "replicate":
+        return min(max(o, 0), size - 1)
+    return -o if o < 0 else 2 * (size - 1) - o
+
+
+@rule("pixel_shuffle", "pixel_unshuffle")
+def pixel_shuffle(op: Op, graph: Graph) -> Nest | None:
+    x, r = graph.values[op.operands[0]].shape, op.args[1]
+    if len(x) != 4:
+        return None
+    up = op.target.startswith("aten.pixel_shuffle")
+    c, h, w = (x[1] // (r * r), x[2], x[3]) if up else (x[1], x[2] // r, x[3] // r)
+    loops = (Loop(name="n", size=x[0]), Loop(name="c", size=c), Loop(name="h", size=h), Loop(name="w", size=w))
+    small: tuple[Dim, ...] = (("n",), ("c", r, r), ("h",), ("w",))
+    large: tuple[Dim, ...] = (("n",), ("c",), ("h", r), ("w", r))
+    sides = (small, large) if up else (large, small)
+    return Nest(loops=loops, operands=(sides[0],), results=(sides[1],), linear=(0,))
+
+
+@rule("arange", "full", "zeros", "ones", "scalar_tensor", "eye", "linspace", "empty")
+def create(op: Op, graph: Graph) -> Nest | None:
+    shape = graph.values[op.results[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(shape))
+    return Nest(loops=loops, operands=(), results=(tuple((loop.name,) for loop in loops),), kernel="create")
+
+
+def _along(op: Op, graph: Graph, dim: int, *, results: int = 1) -> Nest:
+    """Every dim independent but one."""
+    x = graph.values[op.operands[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x) if d != dim % len(x))
+    dims: tuple[Dim, ...] = tuple((x[d],) if d == dim % len(x) else (f"i{d}",) for d in range(len(x)))
+    out = graph.values[op.results[0]].shape
+    result: tuple[Dim, ...] = tuple((out[d],) if d == dim % len(x) else (f"i{d}",) for d in range(len(x)))
+    return Nest(loops=loops, operands=(dims,), results=(result,) * results, flops=math.prod(x))
+
+
+@rule("cumsum", "cumprod", "sort", "topk", "argsort")
+def along(op: Op, graph: Graph) -> Nest | None:
+    name = op.target.split(".")[1]
+    position = 2 if name == "topk" else 1
+    dim: Any = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
+    if not isinstance(dim, int) or isinstance(dim, bool) or not graph.values[op.operands[0]].shape:
+        return replicated(op, graph)
+    return _along(op, graph, dim, results=len(op.results))
+
+
+@rule("tril", "triu")
+def triangle(op: Op, graph: Graph) -> Nest | None:
+    x = graph.values[op.operands[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size, kind="whole" if d >= len(x) - 2 else "map") for d, size in enumerate(x))
+    dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    return Nest(loops=loops, operands=(dims,), results=(dims,), linear=(0,))
+
+
+@rule("broadcast_tensors")
+def broadcast_tensors(op: Op, graph: Graph) -> Nest | None:
+    y = graph.values[op.results[0]].shape
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
+    operands = []
+    for name in op.operands:
+        x = graph.values[name].shape
+        first = len(y) - len(x)
+        operands.append(tuple((f"i{first + d}",) if size == y[first + d] else () for d, size in enumerate(x)))
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    return Nest(loops=loops, operands=tuple(operands), results=(result,) * len(op.results))

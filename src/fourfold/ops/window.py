@@ -1,0 +1,79 @@
+"""Which input indices a sliding window, a resampling or a padding reads: index arithmetic shared by the op rules.
+
+All of it works on *global output indices*, so that a rank can ask for exactly the rows it needs, however many ranks away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.index import IndexSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sliding:
+    """Convolution and pooling: output o reads ``o*stride - pad + dilation*[0, kernel)``."""
+
+    size: int
+    kernel: int
+    stride: int
+    pad: int
+    dilation: int = 1
+
+    def reach(self, outputs: IndexSet) -> tuple[int, int]:
+        """First and one past the last input index under the windows, padding included."""
+        low, high = outputs.bounds
+        return low * self.stride - self.pad, (high - 1) * self.stride - self.pad + self.dilation * (self.kernel - 1) + 1
+
+    def __call__(self, outputs: IndexSet) -> IndexSet:
+        return IndexSet.of(self.size, [self.reach(outputs)] if len(outputs) else [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transposed:
+    """Transposed convolution: input i writes ``i*stride - pad + dilation*[0, kernel)``."""
+
+    size: int
+    kernel: int
+    stride: int
+    pad: int
+    dilation: int = 1
+
+    def __call__(self, outputs: IndexSet) -> IndexSet:
+        if not len(outputs):
+            return IndexSet.of(self.size, [])
+        low, high = outputs.bounds
+        first = -(-(low + self.pad - self.dilation * (self.kernel - 1)) // self.stride)
+        last = (high - 1 + self.pad) // self.stride
+        return IndexSet.of(self.size, [(first, last + 1)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """A slice: output o reads input ``o + start``. A division of the input is a division of the output too."""
+
+    size: int
+    start: int
+    count: int
+
+    def __call__(self, outputs: IndexSet) -> IndexSet:
+        return outputs.shifted(self.start, self.size)
+
+    def inverse(self, inputs: IndexSet) -> IndexSet:
+        return inputs.shifted(-self.start, self.count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Any fixed map of rows: output o reads ``taps[o]``, weighted ``weights[o]`` (weights empty: one tap, copied; -1: a fill)."""
+
+    size: int
+    taps: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[float, ...], ...] = ()
+
+    def __call__(self, outputs: IndexSet) -> IndexSet:
+        return IndexSet.of_indices(self.size, {i for o in outputs for i in self.taps[o] if i >= 0})
+
+
+def conv_size(size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
+    return (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1

@@ -1,0 +1,211 @@
+"""Where a tensor lies on a mesh: one small algebra for shards, halos, replicas and partial sums.
+
+Per axis a tensor is one of four things. `Shard`: some dim is divided along it. `Partial`: the values of the ranks sum to the truth.
+`Same`: equal everywhere, and so is the gradient. `Replicate`: equal everywhere, but each rank's gradient is only its share.
+Ops produce Same, Shard and Partial; they ask for any of the four.
+
+A shard is explicit: `Own` lists the index set of every coordinate along its axes. Sets of a produced tensor are disjoint; sets an
+op asks for may overlap (halos). `Layout.dual` is the layout of the gradient, and the adjoint of an exchange from A to B is the
+exchange from dual(B) to dual(A).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fourfold.index import IndexSet
+from fourfold.plan.mesh import Coords, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Who owns what of one dim: an index set for each coordinate along `axes`, row-major. No axes: the whole dim."""
+
+    axes: tuple[str, ...]
+    extents: tuple[int, ...]
+    sets: tuple[IndexSet, ...]
+
+    @staticmethod
+    def whole(size: int) -> Own:
+        return _whole(size)
+
+    @property
+    def size(self) -> int:
+        return self.sets[0].size
+
+    def at(self, coords: Coords) -> IndexSet:
+        flat = 0
+        for axis, extent in zip(self.axes, self.extents, strict=True):
+            flat = flat * extent + coords[axis]
+        return self.sets[flat]
+
+    def points(self) -> list[dict[str, int]]:
+        grid = itertools.product(*(range(e) for e in self.extents))
+        return [dict(zip(self.axes, point, strict=True)) for point in grid]
+
+    def refine(self, mesh: Mesh, axis: str, *, outer: int = 1, unit: int = 1) -> Own:
+        """Divide every set evenly along one more axis."""
+        return _refined(self, mesh, axis, outer, unit)
+
+    def project(self, axes: Iterable[str]) -> Own:
+        """Give up the division along all axes but these: sets along the others are united."""
+        return _projected(self, frozenset(axes))
+
+    def reduced(self) -> Own:
+        """Without the axes along which nothing differs."""
+        own = self
+        for axis in self.axes:
+            without = own.project(set(own.axes) - {axis})
+            if all(without.at(point) == own.at(point) for point in own.points()):
+                own = without
+        return own
+
+    def factors(self, sizes: tuple[int, ...]) -> tuple[Own, ...] | None:
+        """One `Own` per factor of the dim, if this division is a product of divisions of the factors."""
+        return _own_factors(self, sizes)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether no coordinate owns more than an even share, rounded up."""
+        return max(len(s) for s in self.sets) <= -(-self.size // len(self.sets))
+
+    def cuts_at(self, outer: int, unit: int) -> bool:
+        """Whether every span begins and ends at a multiple of `unit`, alike in each of `outer` blocks."""
+        if unit > 1 and any(low % unit or high % unit for s in self.sets for low, high in s.spans):
+            return False
+        if outer > 1:
+            return all(s.factors((outer, s.size // outer)) is not None for s in self.sets)
+        return True
+
+
+def joined(mesh: Mesh, owns: Iterable[Own]) -> Own:
+    """The division of a dim whose factors, outermost first, are divided as given."""
+    parts = tuple(owns)
+    if len(parts) == 1:
+        return parts[0]
+    return _joined(mesh, parts)
+
+
+def concatenated(mesh: Mesh, owns: Iterable[Own]) -> Own:
+    """The division of dims laid one after another."""
+    parts = tuple(owns)
+    axes = mesh.ordered(a for own in parts for a in own.axes)
+    extents = tuple(mesh.extent(a) for a in axes)
+    total = sum(own.size for own in parts)
+    sets = []
+    for point in Own(axes, extents, ()).points():
+        spans, offset = [], 0
+        for own in parts:
+            spans += [(low + offset, high + offset) for low, high in own.at(point).spans]
+            offset += own.size
+        sets.append(IndexSet.of(total, spans))
+    return Own(axes, extents, tuple(sets))
+
+
+@lru_cache(maxsize=65536)
+def _whole(size: int) -> Own:
+    return Own((), (), (IndexSet.whole(size),))
+
+
+@lru_cache(maxsize=65536)
+def _refined(own: Own, mesh: Mesh, axis: str, outer: int, unit: int) -> Own:
+    axes = mesh.ordered({*own.axes, axis})
+    extents = tuple(mesh.extent(a) for a in axes)
+    points = Own(axes, extents, ()).points()
+    sets = tuple(own.at(p).parts(mesh.extent(axis), outer=outer, unit=unit)[p[axis]] for p in points)
+    return Own(axes, extents, sets)
+
+
+@lru_cache(maxsize=65536)
+def _projected(own: Own, axes: frozenset[str]) -> Own:
+    kept = tuple(a for a in own.axes if a in axes)
+    if kept == own.axes:
+        return own
+    extents = tuple(e for a, e in zip(own.axes, own.extents, strict=True) if a in axes)
+    united: dict[tuple[int, ...], IndexSet] = {}
+    for point, members in zip(own.points(), own.sets, strict=True):
+        key = tuple(point[a] for a in kept)
+        united[key] = united[key] | members if key in united else members
+    return Own(kept, extents, tuple(united[key] for key in sorted(united)))
+
+
+@lru_cache(maxsize=65536)
+def _joined(mesh: Mesh, parts: tuple[Own, ...]) -> Own:
+    axes = mesh.ordered(a for own in parts for a in own.axes)
+    extents = tuple(mesh.extent(a) for a in axes)
+    sets = []
+    for point in Own(axes, extents, ()).points():
+        members = IndexSet.whole(1)
+        for own in parts:
+            members = members.product(own.at(point))
+        sets.append(members)
+    return Own(axes, extents, tuple(sets))
+
+
+@lru_cache(maxsize=65536)
+def _own_factors(own: Own, sizes: tuple[int, ...]) -> tuple[Own, ...] | None:
+    found = [s.factors(sizes) if s.spans else None for s in own.sets]
+    if any(f is None and s.spans for f, s in zip(found, own.sets, strict=True)):
+        return None
+    filled = [f for f in found if f is not None]
+    varying = [len({f[i] for f in filled}) > 1 for i in range(len(sizes))]
+    first = next((i for i, varies in enumerate(varying) if varies), 0)
+    out = []
+    for i, size in enumerate(sizes):
+        empty = IndexSet(size, ()) if i == first else IndexSet.whole(size)
+        sets = tuple(empty if f is None else f[i] for f in found)
+        out.append(Own(own.axes, own.extents, sets).reduced())
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Division of every dim, and the state of the axes that divide none: partial, replicate, else same."""
+
+    dims: tuple[Own, ...]
+    partial: frozenset[str] = frozenset()
+    replicate: frozenset[str] = frozenset()
+
+    @staticmethod
+    def same(shape: Iterable[int]) -> Layout:
+        return Layout(tuple(Own.whole(size) for size in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(own.size for own in self.dims)
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        return frozenset(axis for own in self.dims for axis in own.axes)
+
+    @property
+    def dual(self) -> Layout:
+        """The layout of the gradient."""
+        return Layout(self.dims, self.replicate, self.partial)
+
+    @property
+    def stored(self) -> Layout:
+        """As a stored tensor that feeds this need: replicas are the same everywhere."""
+        return Layout(self.dims)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim divided along an axis."""
+        return next((d for d, own in enumerate(self.dims) if axis in own.axes), None)
+
+    def box(self, coords: Coords) -> tuple[IndexSet, ...]:
+        return tuple(own.at(coords) for own in self.dims)
+
+    def local_shape(self, coords: Coords) -> tuple[int, ...]:
+        return tuple(len(own.at(coords)) for own in self.dims)
+
+    def state(self, axis: str) -> str:
+        dim = self.dim_of(axis)
+        if dim is not None:
+            return f"shard({dim})"
+        return "partial" if axis in self.partial else "replicate" if axis in self.replicate else "same"
+
+    def describe(self, mesh: Mesh) -> str:
+        return ", ".join(f"{axis}: {self.state(axis)}" for axis in mesh.names)

@@ -1,0 +1,324 @@
+"""Plan + graph -> Program: walk the graph once, place every op, put an exchange wherever a layout does not fit.
+
+Tensors that take any layout (parameters, constants, targets, and ops on such tensors alone) are *free*: they are placed when the first
+consumer asks, in the layout it asks for. So a weight is stored as its op needs it, transposed or not, and a table of positions is
+computed only where its rows are used. A value asked for twice in one layout is moved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fourfold.errors import Infeasible, InvalidInput
+from fourfold.graph import Graph, Op
+from fourfold.ops.nest import Nest, Window, nest_of
+from fourfold.plan.exchange import Exchange
+from fourfold.plan.hints import Hints, block_hints, domain_dims
+from fourfold.plan.layout import Layout, Own
+from fourfold.plan.place import Placement, place
+from fourfold.plan.plan import Passes, Plan
+from fourfold.plan.program import Compute, Move, Program, Repeat, Step
+
+Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
+"""Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
+
+
+def lower(graph: Graph, plan: Plan, chooser: Chooser | None = None) -> Program:
+    """The program of a plan. `chooser` lets strategies decide as they see the layouts."""
+    plan.check(graph)
+    concrete = graph.at(plan.batch)
+    return _Lowering(graph, concrete, plan, chooser).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, concrete: Graph, plan: Plan, chooser: Chooser | None) -> None:
+        self.symbolic, self.graph, self.plan, self.chooser = graph, concrete, plan, chooser
+        self.mesh = plan.mesh
+        self.layouts: dict[str, Layout] = {}
+        self.free: set[str] = set()
+        self.forms: dict[tuple[str, Layout], str] = {}
+        self.steps: list[Any] = []
+        self.stored: dict[str, Layout] = {}
+        self.hints: Hints = block_hints(concrete)
+        self.parameters = {p.name: p for p in concrete.parameters}
+        self.leaves = {*self.parameters, *(c.name for c in concrete.constants), *concrete.inputs, *concrete.targets}
+
+    def run(self) -> Program:
+        self._take_inputs()
+        regions = {p.first: p for p in self.plan.passes}
+        ops, at = self.graph.ops, 0
+        while at < len(ops):
+            op = ops[at]
+            region = regions.get(op.path)
+            if region is not None:
+                at = self._passes(region, at)
+                continue
+            self._visit(op)
+            at += 1
+        slots = self._results()
+        return Program(
+            graph=self.graph,
+            mesh=self.mesh,
+            steps=self._deferred(),
+            stored=self.stored,
+            reductions=self.reductions,
+            layouts=self.layouts,
+            slots=slots,
+            outputs=self.graph.outputs,
+        )
+
+    def _take_inputs(self) -> None:
+        self.free |= self.leaves
+        for name in (*self.symbolic.inputs, *self.symbolic.targets):
+            dims = [Own.whole(size) for size in self.graph.values[name].shape]
+            domains = domain_dims(self.graph, name) if name in self.symbolic.inputs else {}
+            batch = self.symbolic.batch_dim(name)
+            if batch is None and self.symbolic.batch is not None and dims and dims[0].size == self.symbolic.batch:
+                batch = 0
+            for axis, split in self.plan.inputs.items():
+                dim = batch if split == "batch" else domains.get(split)
+                if dim is not None and split != "replicate":
+                    dims[dim] = dims[dim].refine(self.mesh, axis)
+            layout = Layout(tuple(dims))
+            if layout.sharded:
+                self._store(name, layout)
+
+    def _store(self, name: str, layout: Layout) -> None:
+        self.stored[name] = self.layouts[name] = layout
+        self.free.discard(name)
+
+    def _visit(self, op: Op) -> None:
+        explicit = self.plan.split_of(op)
+        if all(name in self.free for name in op.operands) and not (op.operands and explicit and self._anchor(op)):
+            self.free.update(op.results)
+            return
+        self._emit(op, explicit, None)
+
+    def _anchor(self, op: Op) -> bool:
+        return nest_of(op, self.graph).anchor
+
+    def _emit(self, op: Op, explicit: dict[str, str], wanted: Layout | None) -> None:
+        nest = self._hinted(op, nest_of(op, self.graph))
+        if nest.kernel == "replicated" and op.random and self.mesh.size > 1:
+            raise Infeasible(f"{op.path} draws random numbers and has no rule that keeps ranks alike ({op.target})")
+        given = [None if name in self.free else self.layouts[name] for name in op.operands]
+        splits = explicit if nest.anchor or set(explicit.values()) <= {"replicate"} else self._offered(nest, explicit)
+        splits = {**self._scattered(op, nest, given, splits), **splits}
+        placement = place(nest, self.mesh, splits, given, wanted=wanted, where=op.path)
+        if self.chooser is not None and nest.anchor:
+            other = self.chooser(op, nest, splits, placement)
+            if other is not None:
+                placement = place(nest, self.mesh, other, given, wanted=wanted, where=op.path)
+        inputs = tuple(self._demand(n, need, nest) for n, need in zip(op.operands, placement.needs, strict=True))
+        for result, layout in zip(op.results, placement.gives, strict=True):
+            self.layouts[result] = layout
+            self.free.discard(result)
+        self.steps.append(
+            Compute(
+                op=op,
+                nest=nest,
+                needs=placement.needs,
+                gives=placement.gives,
+                choice=placement.choice,
+                inputs=inputs,
+                outputs=op.results,
+                dtypes=tuple(self.graph.values[name].dtype for name in op.results),
+            )
+        )
+
+    def _offered(self, nest: Nest, explicit: Mapping[str, str]) -> dict[str, str]:
+        """Of a pattern that also covers followers, the splits this op has; the rest it follows."""
+        return {a: s for a, s in explicit.items() if s == "replicate" or nest.labelled(s)}
+
+    def _scattered(self, op: Op, nest: Nest, given: list[Layout | None], splits: Mapping[str, str]) -> dict[str, str]:
+        """A follower that cannot pass a partial sum takes its share of it along the feature dim: half the traffic of all of it."""
+        out: dict[str, str] = {}
+        if nest.anchor:
+            return out
+        for axis in self.mesh.names:
+            for i, (name, layout) in enumerate(zip(op.operands, given, strict=True)):
+                if layout is None or axis not in layout.partial or axis in splits or i in nest.linear:
+                    continue
+                loop = self._feature_loop(nest, i, name, axis)
+                if loop is not None:
+                    out[axis] = loop
+        return out
+
+    def _feature_loop(self, nest: Nest, operand: int, name: str, axis: str) -> str | None:
+        """The label under which an op can be split along the feature dim of an operand made by a matrix product."""
+        maker = self.graph.producer.get(name)
+        if maker is None:
+            return None
+        source = nest_of(maker, self.graph)
+        features = {loop.name for loop in source.labelled("filter")}
+        dims = [d for d, terms in enumerate(source.results[0]) if features & set(terms)]
+        if not dims or len(nest.operands[operand][dims[0]]) != 1:
+            return None
+        term = nest.operands[operand][dims[0]][0]
+        if not isinstance(term, str) or nest.loop(term).kind != "map" or nest.loop(term).size < self.mesh.extent(axis):
+            return None
+        return f"loop:{term}"
+
+    def _hinted(self, op: Op, nest: Nest) -> Nest:
+        if not nest.anchor:
+            return nest
+        hints = self.hints.get(op.results[0], {})
+        loops = {loop.name: loop for loop in nest.loops}
+        for dim, (outer, unit) in hints.items():
+            terms = nest.results[0][dim]
+            if len(terms) == 1 and isinstance(terms[0], str) and loops[terms[0]].size % (outer * unit) == 0:
+                loops[terms[0]] = replace(loops[terms[0]], outer=outer, unit=unit)
+        return replace(nest, loops=tuple(loops.values()))
+
+    def _demand(self, name: str, need: Layout, nest: Nest) -> str:
+        """The slot holding a value in the layout needed."""
+        if name in self.free:
+            if name in self.leaves:
+                self._store(name, need.stored)
+            else:
+                op = self.graph.producer[name]
+                self._emit(op, self._offered(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)
+        key = (name, need)
+        if key not in self.forms:
+            self.forms[key] = self._form(name, need, nest)
+        return self.forms[key]
+
+    def _form(self, name: str, need: Layout, nest: Nest) -> str:
+        have = self.layouts[name]
+        if have == need or (have.dims == need.dims and have.partial == need.partial and not self._has_gradient(name)):
+            return name
+        slot = f"{name}@{sum(1 for n, _ in self.forms if n == name)}"
+        exchange = Exchange(self.mesh, have, need)
+        kind = "parameter" if name in self.parameters else "halo" if _is_halo(have, need, nest) else "layer_exchange"
+        self.steps.append(Move(exchange=exchange, source=name, target=slot, value=name, kind=kind))
+        return slot
+
+    def _has_gradient(self, name: str) -> bool:
+        return self.graph.values[name].is_float and name not in (*self.graph.inputs, *self.graph.targets)
+
+    def _results(self) -> dict[str, str]:
+        """Slots of loss, outputs and written buffers; free ones are placed now."""
+        none = Nest(loops=(), operands=(), results=())
+        slots: dict[str, str] = {}
+        for name in (self.graph.loss, *self.graph.outputs):
+            if name in self.free:
+                self._demand(name, Layout.same(self.graph.values[name].shape), none)
+            slots[name] = name
+        for buffer, value in self.graph.writes:
+            if buffer in self.free:
+                self._store(buffer, Layout.same(self.graph.values[buffer].shape))
+            slots[buffer] = self._demand(value, self.layouts[buffer], none)
+        for name in (*self.graph.inputs, *self.graph.targets):
+            if name in self.free:
+                self._store(name, Layout.same(self.graph.values[name].shape))
+        return slots
+
+    def _deferred(self) -> tuple[Step, ...]:
+        """Leave the gradient sums of parameters to the buckets, where every use of a parameter asks for the same ones."""
+        self.reductions: dict[str, tuple[str, ...]] = {}
+        aliases: dict[str, str] = {}
+        for name, parameter in self.parameters.items():
+            needs = [need for value, need in self.forms if value == name]
+            if not parameter.trainable or not needs:
+                continue
+            first = needs[0]
+            if all(n.dims == self.stored[name].dims and n.replicate == first.replicate for n in needs):
+                axes = self.mesh.ordered(a for a in first.replicate if self.mesh.extent(a) > 1)
+                if axes:
+                    self.reductions[name] = axes
+                aliases.update({slot: name for (value, _), slot in self.forms.items() if value == name and slot != name})
+        return tuple(_aliased(step, aliases) for step in self.steps if not _dropped(step, aliases))
+
+    def _passes(self, region: Passes, at: int) -> int:
+        """Lower a run of ops once per pass, each on a slice of every member's examples."""
+        ops = self.graph.ops
+        end = next((i for i in range(at, len(ops)) if ops[i].path == region.last), None)
+        if end is None:
+            raise InvalidInput(f"passes end at '{region.last}', which does not follow '{region.first}'")
+        inside = ops[at : end + 1]
+        made = {name for op in inside for name in op.results}
+        entries = [n for n in dict.fromkeys(n for op in inside for n in op.operands) if n in self.layouts and n not in made]
+        entries = [n for n in entries if n not in self.leaves]
+        used = {self.graph.loss, *self.graph.outputs, *(n for op in ops[end + 1 :] for n in op.operands)}
+        exits = [n for op in inside for n in op.results if n in used]
+        if len(entries) != 1:
+            raise Infeasible(f"passes from {region.first} need one tensor to enter, {len(entries)} do; use count=1")
+        (entry,) = entries
+        batch_dim = self.symbolic.batch_dim(entry)
+        if batch_dim is None or any(self.symbolic.batch_dim(name) is None for name in exits):
+            raise Infeasible(f"passes from {region.first} need tensors with a batch dim of its own; use count=1")
+        own = self.layouts[entry].dims[batch_dim]
+        bodies = []
+        for k in range(region.count):
+            bodies.append(self._one_pass(region, k, inside, entry, batch_dim, own, exits))
+        outs = []
+        for name in exits:
+            dim = self.symbolic.batch_dim(name)
+            assert dim is not None
+            shape = self.graph.values[name].shape
+            self.layouts[name] = Layout(tuple(own if d == dim else Own.whole(s) for d, s in enumerate(shape)))
+            outs.append((f"{name}/out", name, dim))
+        self.steps.append(Repeat(bodies=tuple(bodies), entries=((entry, batch_dim),), exits=tuple(outs)))
+        return end + 1
+
+    def _one_pass(
+        self, region: Passes, k: int, inside: tuple[Op, ...], entry: str, dim: int, own: Own, exits: list[str]
+    ) -> tuple[Compute | Move, ...]:
+        """One pass as if its examples were the whole batch."""
+        counts = [len(s.parts(region.count)[k]) for s in own.sets]
+        total = sum(counts)
+        renumbered = Own(own.axes, own.extents, _consecutive(counts))
+        sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser)
+        layout = self.layouts[entry]
+        sub.layouts[entry] = Layout(tuple(renumbered if d == dim else o for d, o in enumerate(layout.dims)))
+        sub.free = {n for n in self.free if n not in sub.layouts}
+        for name in self.leaves - self.free:
+            sub.layouts[name] = self.layouts[name]
+        sub.stored = self.stored
+        for op in inside:
+            sub._visit(op)
+        none = Nest(loops=(), operands=(), results=())
+        for name in exits:
+            at = self.symbolic.batch_dim(name)
+            shape = sub.graph.values[name].shape
+            back = Layout(tuple(renumbered if d == at else Own.whole(s) for d, s in enumerate(shape)))
+            slot = sub._demand(name, back, none)
+            sub.steps.append(Move(exchange=Exchange(self.mesh, back, back), source=slot, target=f"{name}/out", value=name,
+                                  kind="layer_exchange"))  # fmt: skip
+        for name in self.leaves & set(sub.layouts):
+            if name in self.free:
+                self._store(name, sub.layouts[name])
+        for (name, need), slot in sub.forms.items():
+            if name in self.leaves:
+                self.forms.setdefault((name, need), slot)
+        return tuple(sub.steps)
+
+
+def _consecutive(counts: list[int]) -> tuple[Any, ...]:
+    from fourfold.index import IndexSet
+
+    total, out, start = sum(counts), [], 0
+    for count in counts:
+        out.append(IndexSet.of(total, [(start, start + count)]))
+        start += count
+    return tuple(out)
+
+
+def _is_halo(have: Layout, need: Layout, nest: Nest) -> bool:
+    windowed = any(isinstance(t, Window) for dims in nest.operands for terms in dims for t in terms)
+    return windowed and have.sharded == need.sharded
+
+
+def _aliased(step: Step, aliases: Mapping[str, str]) -> Step:
+    if isinstance(step, Compute):
+        return replace(step, inputs=tuple(aliases.get(slot, slot) for slot in step.inputs))
+    if isinstance(step, Repeat):
+        bodies = tuple(tuple(_aliased(s, aliases) for s in body if not _dropped(s, aliases)) for body in step.bodies)
+        return replace(step, bodies=bodies)
+    return step
+
+
+def _dropped(step: Step, aliases: Mapping[str, str]) -> bool:
+    return isinstance(step, Move) and step.target in aliases

@@ -1,0 +1,59 @@
+"""The ranks of a stage as a grid of named axes. *Axis* is of the mesh, *dim* of a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Coords = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes with their sizes, the last varying fastest with the rank."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(**sizes: int) -> Mesh:
+        return Mesh(tuple(sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def extent(self, axis: str) -> int:
+        return next(size for name, size in self.axes if name == axis)
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The given axes in mesh order."""
+        wanted = set(axes)
+        return tuple(name for name in self.names if name in wanted)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, out[name] = divmod(rank, size)
+        return dict(reversed(out.items()))
+
+    def rank(self, coords: Coords) -> int:
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coords[name]
+        return rank
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on the given axes only, in row-major order."""
+        own = self.coords(rank)
+        names = self.ordered(axes)
+        grid = itertools.product(*(range(self.extent(name)) for name in names))
+        return tuple(self.rank({**own, **dict(zip(names, point, strict=True))}) for point in grid)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.axes)

@@ -1,0 +1,148 @@
+"""A plan: how every op of one graph is split over one mesh. An immutable value with a versioned JSON file.
+
+Splits are rules: an op pattern and, per axis, ``batch | filter | channel | domain:<i> | replicate``. Of several matching rules the last
+wins, axis by axis; an axis without a rule follows the incoming tensors. `inputs` says, per axis, how the inputs come in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import InvalidInput, StalePlan, nearest
+from fourfold.graph import Graph, Op
+from fourfold.plan.mesh import Mesh
+
+VERSION = 1
+SPLITS = ("batch", "filter", "channel", "replicate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """A run of ops done in `count` passes, each over a slice of every member's examples along `axis`."""
+
+    first: str
+    last: str
+    count: int
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to split one graph."""
+
+    graph: str  # the graph's hash
+    batch: int
+    mesh: Mesh
+    strategy: str = "by hand"
+    model: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    splits: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    passes: tuple[Passes, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for split in [*self.inputs.values(), *(s for _, by in self.splits for s in by.values())]:
+            if split not in SPLITS and not _is_domain(split):
+                raise InvalidInput(f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of "
+                                   f"{', '.join(SPLITS)} or domain:<i>")  # fmt: skip
+        for axis in {*self.inputs, *(a for _, by in self.splits for a in by)}:
+            if axis not in self.mesh.names:
+                raise InvalidInput(f"the mesh has axes {', '.join(self.mesh.names)}, not '{axis}'"
+                                   f"{nearest(axis, self.mesh.names)}")  # fmt: skip
+        if self.batch < 1:
+            raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
+
+    def split_of(self, op: Op) -> dict[str, str]:
+        """The splits the rules give an op, by axis."""
+        out: dict[str, str] = {}
+        for pattern, by_axis in self.splits:
+            if matches(pattern, op):
+                out.update(by_axis)
+        return out
+
+    def check(self, graph: Graph) -> None:
+        """Refuse a plan made for another graph, or one that names ops the graph does not have."""
+        if self.graph != graph.hash:
+            raise StalePlan(
+                f"the plan was made for graph {self.graph}{f' ({self.model})' if self.model else ''}, this model is "
+                f"{graph.hash}; plan it again"
+            )
+        if graph.batch is not None and graph.batch != self.batch:
+            raise InvalidInput(f"the model fixes its batch at {graph.batch}, the plan says {self.batch}; use {graph.batch}")
+        for pattern, _ in self.splits:
+            if not any(matches(pattern, op) for op in graph.ops):
+                names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
+                raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "strategy": self.strategy,
+            "graph": self.graph,
+            "batch": self.batch,
+            "mesh": dict(self.mesh.axes),
+            "inputs": dict(self.inputs),
+            "splits": [{"op": pattern, **by_axis} for pattern, by_axis in self.splits],
+            "passes": [
+                {"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in self.passes
+            ],
+            "notes": list(self.notes),
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> Plan:
+        try:
+            if data["version"] != VERSION:
+                raise InvalidInput(f"plan file version {data['version']}, this Fourfold reads {VERSION}; plan it again")
+            return Plan(
+                graph=str(data["graph"]),
+                batch=int(data["batch"]),
+                mesh=_mesh(data["mesh"]),
+                strategy=str(data.get("strategy", "by hand")),
+                model=str(data.get("model", "")),
+                inputs={str(a): str(s) for a, s in data.get("inputs", {}).items()},
+                splits=tuple(
+                    (str(r["op"]), {str(a): str(s) for a, s in r.items() if a != "op"}) for r in data.get("splits", [])
+                ),
+                passes=tuple(Passes(**p) for p in data.get("passes", [])),
+                notes=tuple(map(str, data.get("notes", []))),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(f"not a plan: {type(error).__name__} {error}; write it with `fourfold plan -o`") from error
+
+
+def matches(pattern: str, op: Op) -> bool:
+    return fnmatchcase(op.path, pattern) or (bool(op.module) and fnmatchcase(op.module, pattern))
+
+
+def _is_domain(split: str) -> bool:
+    return split.startswith("domain:") and split[7:].isdigit()
+
+
+def _mesh(sizes: Mapping[str, Any]) -> Mesh:
+    mesh = Mesh(tuple((str(name), int(size)) for name, size in sizes.items()))
+    if not mesh.axes or any(size < 1 for _, size in mesh.axes):
+        raise InvalidInput(f"mesh {dict(sizes)} needs at least one axis, each of size 1 or more")
+    return mesh
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+
+
+def load_plan(path: Path) -> Plan:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"cannot read plan {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidInput(f"plan {path} is not valid JSON: {error}; write it again with `fourfold plan -o`") from error
+    if isinstance(data, dict) and "plan" in data and "version" not in data:
+        data = data["plan"]
+    return Plan.from_json(data)

@@ -1,0 +1,120 @@
+"""What will run, in order: the value that lowering makes, the oracle replays and the runtime executes.
+
+A program holds *slots*: a tensor in one layout. `Compute` reads and writes slots; `Move` turns one layout of a tensor into another;
+`Repeat` runs a body once per pass. Nothing here is bound to a rank: local shapes follow from the layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fourfold.graph import Graph, Op
+from fourfold.ops.nest import Nest
+from fourfold.plan.exchange import Exchange
+from fourfold.plan.layout import Layout
+from fourfold.plan.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """One op on local shards."""
+
+    op: Op
+    nest: Nest
+    needs: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+    choice: Mapping[str, str | None]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of the results
+
+    def axes_of(self, kind: str) -> tuple[str, ...]:
+        """Axes that split a loop of this kind."""
+        kinds = {loop.name: loop.kind for loop in self.nest.loops}
+        return tuple(a for a, name in self.choice.items() if name is not None and kinds.get(name) == kind)
+
+    def choice_of(self, loop: str) -> str | None:
+        """An axis that splits a loop, if one does."""
+        return next((axis for axis, name in self.choice.items() if name == loop), None)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, name in self.choice.items() if name is not None)
+
+    def labels(self) -> dict[str, str]:
+        """The split of each axis in the words of a plan."""
+        out = {}
+        for axis, name in self.choice.items():
+            loop = next((loop for loop in self.nest.loops if loop.name == name), None)
+            out[axis] = "replicate" if loop is None else (loop.labels[0] if loop.labels else f"loop {name}")
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A tensor brought into another layout."""
+
+    exchange: Exchange
+    source: str
+    target: str
+    value: str
+    kind: str  # layer_exchange | halo | parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """A body run once per pass. Each pass takes the next slice of `entries` along their batch dim; `exits` are concatenated."""
+
+    bodies: tuple[tuple[Compute | Move, ...], ...]
+    entries: tuple[tuple[str, int], ...]  # slot, dim
+    exits: tuple[tuple[str, str, int], ...]  # slot inside a body, slot outside, dim
+
+
+Step = Compute | Move | Repeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The lowered plan."""
+
+    graph: Graph
+    mesh: Mesh
+    steps: tuple[Step, ...]
+    stored: Mapping[str, Layout]  # inputs, parameters, buffers, constants
+    reductions: Mapping[str, tuple[str, ...]]  # parameter -> axes its gradient is summed over after backward
+    layouts: Mapping[str, Layout]  # of every value, as produced
+    slots: Mapping[str, str]  # outputs, loss and buffer writes -> the slot that holds them
+    outputs: tuple[str, ...]
+
+    def computes(self) -> list[Compute]:
+        out: list[Compute] = []
+        for step in self.steps:
+            if isinstance(step, Compute):
+                out.append(step)
+            elif isinstance(step, Repeat):
+                out += [s for s in step.bodies[0] if isinstance(s, Compute)]
+        return out
+
+    def moves(self) -> list[Move]:
+        out: list[Move] = []
+        for step in self.steps:
+            if isinstance(step, Move):
+                out.append(step)
+            elif isinstance(step, Repeat):
+                out += [s for body in step.bodies for s in body if isinstance(s, Move)]
+        return out
+
+    @property
+    def split_flops_fraction(self) -> float:
+        """FLOPs of ops that run split along every axis of more than one rank, as a fraction of all."""
+        wide = {axis for axis in self.mesh.names if self.mesh.extent(axis) > 1}
+        computes = self.computes()
+        total = sum(c.nest.flops for c in computes)
+        split = sum(c.nest.flops for c in computes if wide <= set(c.split_axes))
+        return split / total if total else 1.0
+
+    @property
+    def replicated(self) -> list[Compute]:
+        """Ops without a rule that therefore ran whole on every rank, tensors that depend on the batch among their operands."""
+        return [c for c in self.computes() if c.nest.kernel == "replicated"]

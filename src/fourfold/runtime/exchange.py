@@ -1,0 +1,239 @@
+"""Exchanges on real tensors: each `plan.exchange.Step` bound to this rank, and the autograd function that runs it with its adjoint.
+
+What to send, where it lies and where it goes is worked out once, when a program is bound; a step then only copies and calls one
+collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.plan.exchange import Exchange, Step, Transfer, transfers
+from fourfold.runtime.world import World
+
+Mover = Callable[[Tensor], Tensor]
+Spans = tuple[tuple[tuple[int, int], ...], ...]
+
+_MANY_SPANS = 16  # beyond this an index tensor beats a chain of slices
+
+
+def take(tensor: Tensor, spans: Spans) -> Tensor:
+    """The sub-box at the given spans of every dim."""
+    for dim, pieces in enumerate(spans):
+        if len(pieces) == 1:
+            low, high = pieces[0]
+            if high - low != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, low, high - low)
+        elif len(pieces) > _MANY_SPANS:
+            tensor = tensor.index_select(dim, _index(pieces, tensor.device))
+        elif pieces:
+            tensor = torch.cat([tensor.narrow(dim, low, high - low) for low, high in pieces], dim)
+        else:
+            tensor = tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+def put(target: Tensor, spans: Spans, value: Tensor, *, add: bool) -> None:
+    """Write or add a sub-box."""
+    many = [d for d, pieces in enumerate(spans) if len(pieces) > _MANY_SPANS]
+    if many:
+        dim = many[0]
+        rest = tuple(((0, target.shape[d]),) if d == dim else p for d, p in enumerate(spans))
+        index = _index(spans[dim], target.device)
+        whole = torch.zeros_like(target) if add else target
+        grown = whole.narrow(dim, 0, 0).new_zeros(tuple(target.shape[d] if d == dim else n for d, n in enumerate(value.shape)))
+        grown.index_copy_(dim, index, value)
+        if not add:
+            kept = take(target, rest).clone()
+            kept.index_copy_(dim, index, value)
+            grown = kept
+        put(target, rest, grown, add=add)
+        return
+    starts = [list(itertools.accumulate((h - low for low, h in pieces), initial=0)) for pieces in spans]
+    for combo in itertools.product(*(range(len(pieces)) for pieces in spans)):
+        where = tuple(slice(*spans[d][k]) for d, k in enumerate(combo))
+        what = tuple(slice(starts[d][k], starts[d][k + 1]) for d, k in enumerate(combo))
+        if add:
+            target[where] += value[what]
+        else:
+            target[where] = value[what]
+
+
+def _index(pieces: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(low, high, device=device) for low, high in pieces])
+
+
+def mover(exchange: Exchange, world: World) -> Mover:
+    """A function that carries this rank's part of an exchange out."""
+    steps = [_bound(step, world) for step in exchange.steps]
+    if not steps:
+        return lambda tensor: tensor
+
+    def move(tensor: Tensor) -> Tensor:
+        for step in steps:
+            tensor = step(tensor)
+        return tensor
+
+    return move
+
+
+def _bound(step: Step, world: World) -> Mover:
+    if step.pattern == "local":
+        return _local(step, world)
+    if step.pattern == "all_reduce":
+        return _all_reduce(step, world)
+    if step.pattern == "all_gather":
+        return _all_gather(step, world)
+    if step.pattern == "reduce_scatter":
+        return _reduce_scatter(step, world)
+    return _all_to_all(step, world)
+
+
+def _local(step: Step, world: World) -> Mover:
+    shape = step.target.local_shape(world.coords)
+    mine = [t for t in transfers(step, world.rank, incoming=True) if t.peer == world.rank]
+    gives = [t for t in transfers(step, world.rank, incoming=False) if t.peer == world.rank]
+
+    def move(tensor: Tensor) -> Tensor:
+        if mine and mine[0].shape == shape:
+            return take(tensor, gives[0].spans).contiguous()
+        out = tensor.new_zeros(shape)
+        for inside, outside in zip(mine, gives, strict=True):
+            put(out, inside.spans, take(tensor, outside.spans), add=False)
+        return out
+
+    return move
+
+
+def _all_reduce(step: Step, world: World) -> Mover:
+    group = world.group(step.axes)
+
+    def move(tensor: Tensor) -> Tensor:
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        if out.numel():
+            dist.all_reduce(out, group=group)
+        return out
+
+    return move
+
+
+def _all_gather(step: Step, world: World) -> Mover:
+    group, count = world.group(step.axes), world.extent(step.axes)
+    shape = step.target.local_shape(world.coords)
+    if math.prod(shape) == 0:
+        return lambda tensor: tensor.new_zeros(shape)
+
+    def move(tensor: Tensor) -> Tensor:
+        tensor, bools = _sendable(tensor.contiguous())
+        if math.prod(shape[: step.dim]) == 1:
+            out = tensor.new_empty(shape)
+            dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), group=group)
+        else:
+            parts = [torch.empty_like(tensor) for _ in range(count)]
+            dist.all_gather(parts, tensor, group=group)
+            out = torch.cat(parts, step.dim)
+        return out.bool() if bools else out
+
+    return move
+
+
+def _reduce_scatter(step: Step, world: World) -> Mover:
+    group, count = world.group(step.axes), world.extent(step.axes)
+    shape = step.target.local_shape(world.coords)
+    if math.prod(shape) == 0:
+        return lambda tensor: tensor.new_zeros(shape)
+
+    def move(tensor: Tensor) -> Tensor:
+        out = tensor.new_empty(shape)
+        stacked = torch.cat([part.reshape(-1) for part in tensor.chunk(count, step.dim)])
+        dist.reduce_scatter_tensor(out.view(-1), stacked, group=group)
+        return out
+
+    return move
+
+
+def _sendable(tensor: Tensor) -> tuple[Tensor, bool]:
+    """gloo carries no booleans."""
+    return (tensor.to(torch.uint8), True) if tensor.dtype == torch.bool else (tensor, False)
+
+
+def _by_peer(items: list[Transfer], members: tuple[int, ...]) -> list[Transfer | None]:
+    found = {t.peer: t for t in items}
+    return [found.get(peer) for peer in members]
+
+
+def _all_to_all(step: Step, world: World) -> Mover:
+    members = world.members(step.axes)
+    incoming = _by_peer(transfers(step, world.rank, incoming=True), members)
+    outgoing = _by_peer(transfers(step, world.rank, incoming=False), members)
+    me = members.index(world.rank)
+    sends = [t.numel if t is not None and k != me else 0 for k, t in enumerate(outgoing)]
+    receives = [t.numel if t is not None and k != me else 0 for k, t in enumerate(incoming)]
+    shape = step.target.local_shape(world.coords)
+    silent = all(
+        t.peer == peer for peer in members for t in transfers(step, peer, incoming=True)
+    )  # nothing travels in this group, and all its members know it
+    group = None if silent else world.group(step.axes)
+    add = not _tiles([t for t in incoming if t is not None], shape)
+
+    def move(tensor: Tensor) -> Tensor:
+        tensor, bools = _sendable(tensor)
+        out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
+        mine, own = incoming[me], outgoing[me]
+        if group is not None:
+            pieces = [take(tensor, t.spans).reshape(-1) for k, t in enumerate(outgoing) if t is not None and k != me]
+            packed = torch.cat(pieces) if pieces else tensor.new_empty(0)
+            received = tensor.new_empty(sum(receives))
+            dist.all_to_all_single(received, packed, receives, sends, group=group)
+            offset = 0
+            for t, count in zip(incoming, receives, strict=True):
+                if t is not None and count:
+                    put(out, t.spans, received[offset : offset + count].view(t.shape), add=add)
+                    offset += count
+        if mine is not None and own is not None:
+            put(out, mine.spans, take(tensor, own.spans), add=add)
+        return out.bool() if bools else out
+
+    return move
+
+
+def _tiles(items: list[Transfer], shape: tuple[int, ...]) -> bool:
+    """Whether the boxes cover a local tensor exactly once, so that they may be written rather than added."""
+    if sum(t.numel for t in items) != math.prod(shape):
+        return False
+    return not any(
+        all(len(x & y) for x, y in zip(a.box, b.box, strict=True)) for a, b in itertools.combinations(items, 2)
+    )
+
+
+class _Move(torch.autograd.Function):
+    """An exchange and, backward, its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Mover, backward: Mover) -> Tensor:
+        ctx.move = backward
+        out = forward(tensor)
+        return out.view_as(out) if out is tensor else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return ctx.move(grads[0]), None, None
+
+
+def moved(exchange: Exchange, world: World) -> Mover:
+    """The differentiable exchange."""
+    forward, backward = mover(exchange, world), mover(exchange.adjoint, world)
+
+    def apply(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return forward(tensor)
+        return _Move.apply(tensor, forward, backward)  # type: ignore[no-any-return]
+
+    return apply

@@ -1,0 +1,217 @@
+"""A program bound to one rank: every step a function of local tensors, run in the program's order.
+
+Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.errors import InvalidInput
+from fourfold.graph.spec import Constant
+from fourfold.plan.exchange import Exchange
+from fourfold.plan.layout import Layout
+from fourfold.plan.program import Compute, Move, Program, Repeat, Step
+from fourfold.runtime.exchange import moved, mover
+from fourfold.runtime.gradients import Gradients
+from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.world import World
+
+Env = dict[str, Any]
+FullTensor = Callable[[str, Layout], Tensor]
+"""Gives this rank's part of the stored tensor with a state_dict key."""
+
+
+class Executor:
+    """One rank's state and the bound steps."""
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        load: FullTensor,
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        randomness: Randomness | None = None,
+    ) -> None:
+        self.program, self.world = program, world
+        self.local = Local(world, randomness or Randomness(), dict(dtypes or {}))
+        graph = program.graph
+        self.state: dict[str, Tensor] = {}
+        used = _order_of_use(program)
+        for parameter in sorted(graph.parameters, key=lambda p: used.get(p.name, -1)):
+            layout = program.stored.get(parameter.name)
+            if layout is None:
+                continue
+            tensor = load(parameter.key, layout)
+            self.state[parameter.name] = tensor.requires_grad_() if parameter.trainable else tensor
+        self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
+        self.keys = {p.name: p.key for p in graph.parameters}
+        trainable = {n: t for n, t in self.state.items() if t.requires_grad}
+        self.gradients = Gradients(trainable, program.reductions, world)
+        self._steps = _with_frees(program, [self._bound(step) for step in program.steps])
+        loss = program.layouts[graph.loss]
+        self._loss_axes = world.mesh.ordered(a for a in loss.partial if world.mesh.extent(a) > 1)
+        self._loss_group = world.group(self._loss_axes) if self._loss_axes else None
+
+    @property
+    def randomness(self) -> Randomness:
+        return self.local.randomness
+
+    def _constant(self, constant: Constant) -> Tensor:
+        spec = self.program.graph.values[constant.name]
+        dtype = getattr(torch, spec.dtype)
+        flat = torch.frombuffer(bytearray(constant.data), dtype=dtype) if constant.data else torch.empty(0, dtype=dtype)
+        whole = flat.reshape(spec.shape).to(self.world.device, self.local.dtype(spec.dtype))
+        return self.local.cut(whole, self.program.stored[constant.name])
+
+    def _bound(self, step: Step) -> Callable[[Env], None]:
+        if isinstance(step, Compute):
+            return _compute(step, build(step, self.local))
+        if isinstance(step, Move):
+            return _move(step, moved(step.exchange, self.world))
+        return self._repeat(step)
+
+    def _repeat(self, step: Repeat) -> Callable[[Env], None]:
+        bodies = [[self._bound(s) for s in body] for body in step.bodies]
+        (entry, dim), count = step.entries[0], len(step.bodies)
+
+        def run(env: Env) -> None:
+            pieces = torch.tensor_split(env[entry], count, dim)
+            outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in step.exits}
+            for piece, body in zip(pieces, bodies, strict=True):
+                inner = {**env, entry: piece}
+                for bound in body:
+                    bound(inner)
+                for inside, outside, _ in step.exits:
+                    outs[outside].append(inner[inside])
+            for _, outside, at in step.exits:
+                env[outside] = torch.cat(outs[outside], at)
+
+        return run
+
+    def forward(self, feeds: Mapping[str, Tensor]) -> Env:
+        """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
+        env: Env = {**self.state, **self.constants, **feeds}
+        for run, frees in self._steps:
+            run(env)
+            for slot in frees:
+                del env[slot]
+        out = {name: env[slot] for name, slot in self.program.slots.items()}
+        with torch.no_grad():
+            for buffer, _ in self.program.graph.writes:
+                self.state[buffer].copy_(out[buffer])
+        return out
+
+    def forward_backward(self, feeds: Mapping[str, Tensor]) -> tuple[Tensor, Env]:
+        """One forward and backward; gradients are complete when it returns. The loss is the global one."""
+        for tensor in self.state.values():
+            tensor.grad = None
+        out = self.forward(feeds)
+        loss = out[self.program.graph.loss]
+        if loss.requires_grad:
+            loss.backward()
+        self.gradients.finish()
+        return self.total(loss.detach()), out
+
+    def total(self, loss: Tensor) -> Tensor:
+        """The global loss from this rank's share."""
+        if self._loss_group is None:
+            return loss
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self._loss_group)
+        return loss
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole input, target or parameter; a tensor of the local shape is taken as the part itself."""
+        layout = self.program.stored[name]
+        shape, part = self.program.graph.values[name].shape, self.local.shape(layout)
+        dtype = self.local.dtype(self.program.graph.values[name].dtype)
+        tensor = tensor.to(self.world.device)
+        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tuple(tensor.shape) == tuple(shape):
+            return self.local.cut(tensor, layout).contiguous()
+        if tuple(tensor.shape) == part:
+            return tensor
+        raise InvalidInput(f"input '{name}' has shape {tuple(tensor.shape)}; the plan wants the whole {tuple(shape)} or "
+                           f"this rank's {part}; plan again for another batch")  # fmt: skip
+
+    def whole(self, layout: Layout, tensor: Tensor) -> Tensor:
+        """A tensor gathered from all ranks; all must call."""
+        exchange = Exchange(self.world.mesh, layout, Layout.same(layout.shape))
+        return mover(exchange, self.world)(tensor.detach())
+
+
+def _compute(step: Compute, run: Callable[..., Any]) -> Callable[[Env], None]:
+    inputs, outputs = step.inputs, step.outputs
+    if len(outputs) == 1 and outputs[0] == step.op.name:
+        name = outputs[0]
+
+        def one(env: Env) -> None:
+            env[name] = run(*[env[slot] for slot in inputs])
+
+        return one
+
+    def many(env: Env) -> None:
+        env.update(zip(outputs, run(*[env[slot] for slot in inputs]), strict=True))
+
+    return many
+
+
+def _move(step: Move, run: Callable[[Tensor], Tensor]) -> Callable[[Env], None]:
+    source, target = step.source, step.target
+
+    def move(env: Env) -> None:
+        env[target] = run(env[source])
+
+    return move
+
+
+def _reads(step: Step) -> set[str]:
+    if isinstance(step, Compute):
+        return set(step.inputs)
+    if isinstance(step, Move):
+        return {step.source}
+    inner = {slot for body in step.bodies for s in body for slot in _reads(s)}
+    return inner | {slot for slot, _ in step.entries}
+
+
+def _writes(step: Step) -> set[str]:
+    if isinstance(step, Compute):
+        return set(step.outputs)
+    if isinstance(step, Move):
+        return {step.target}
+    return {outside for _, outside, _ in step.exits}
+
+
+def _with_frees(
+    program: Program, bound: list[Callable[[Env], None]]
+) -> list[tuple[Callable[[Env], None], tuple[str, ...]]]:
+    """Each step with the slots nobody reads after it."""
+    kept = set(program.slots.values())
+    last: dict[str, int] = {}
+    for k, step in enumerate(program.steps):
+        for slot in _writes(step):
+            last[slot] = k
+    made = set(last)
+    for k, step in enumerate(program.steps):
+        for slot in _reads(step) & made:
+            last[slot] = k
+    frees: list[list[str]] = [[] for _ in bound]
+    for slot, k in last.items():
+        if slot not in kept:
+            frees[k].append(slot)
+    return [(run, tuple(slots)) for run, slots in zip(bound, frees, strict=True)]
+
+
+def _order_of_use(program: Program) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for k, step in enumerate(program.steps):
+        for slot in _reads(step):
+            out.setdefault(slot.split("@")[0], k)
+    return out

@@ -1,0 +1,124 @@
+"""Gradient sums over replicated axes: buckets per reduction group, launched while backward still runs.
+
+Buckets are launched in one order on all ranks, whatever order their gradients come in. A parameter larger than a bucket is reduced where
+it lies, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.runtime.world import World
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20  # the last gradients to come are the first layers': a small bucket ends the step sooner
+
+
+class _Bucket:
+    def __init__(self, names: list[str], axes: tuple[str, ...]) -> None:
+        self.names, self.axes = names, axes
+        self.waiting = len(names)
+        self.flat: Tensor | None = None
+
+
+class Gradients:
+    """Sums the gradients of parameters over their axes. `reductions` maps names to axes, `order` is the order of use."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]], world: World) -> None:
+        self.parameters, self.world = parameters, world
+        self.buckets = _filled(parameters, reductions)
+        self.home = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
+        self.works: list[Any] = []
+        self.launched = 0
+        self.enabled = True
+        for name in self.home:
+            parameters[name].register_post_accumulate_grad_hook(self._ready(name))  # type: ignore[attr-defined]
+
+    def _ready(self, name: str) -> Any:
+        bucket = self.buckets[self.home[name]]
+
+        def hook(_: Tensor) -> None:
+            if not self.enabled:
+                return
+            bucket.waiting -= 1
+            while self.launched < len(self.buckets) and self.buckets[self.launched].waiting <= 0:
+                self._launch(self.buckets[self.launched])
+                self.launched += 1
+
+        return hook
+
+    def _launch(self, bucket: _Bucket) -> None:
+        tensors = [self.parameters[name] for name in bucket.names]
+        for tensor in tensors:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        if len(tensors) == 1:
+            flat = tensors[0].grad
+            assert flat is not None
+            if not flat.is_contiguous():
+                flat = tensors[0].grad = flat.contiguous()
+        else:
+            if bucket.flat is None:
+                bucket.flat = tensors[0].new_empty(sum(t.numel() for t in tensors))
+            flat, offset = bucket.flat, 0
+            views = []
+            for tensor in tensors:
+                views.append(flat[offset : offset + tensor.numel()].view(tensor.shape))
+                offset += tensor.numel()
+            torch._foreach_copy_(views, [t.grad for t in tensors])
+            for tensor, view in zip(tensors, views, strict=True):
+                tensor.grad = view
+        if flat.numel():
+            self.works.append(dist.all_reduce(flat, group=self.groups[bucket.axes], async_op=True))
+
+    def finish(self) -> None:
+        """Launch what is left (a parameter no sample reached has gradient zero) and wait for all."""
+        for bucket in self.buckets[self.launched :]:
+            self._launch(bucket)
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.names)
+
+
+def _filled(parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]]) -> list[_Bucket]:
+    """Buckets in the order gradients come: last used first; groups and dtypes apart."""
+    order = [name for name in parameters if name in reductions]
+    filling: dict[tuple[Any, ...], list[str]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
+    out: list[_Bucket] = []
+    for name in reversed(order):
+        tensor = parameters[name]
+        key = (reductions[name], tensor.dtype)
+        size = tensor.numel() * tensor.element_size()
+        if size >= BUCKET_BYTES:
+            out.append(_Bucket([name], reductions[name]))
+            continue
+        if sizes.get(key, 0) + size > BUCKET_BYTES:
+            out.append(_Bucket(filling.pop(key), reductions[name]))
+            sizes[key] = 0
+        filling.setdefault(key, []).append(name)
+        sizes[key] = sizes.get(key, 0) + size
+    for (axes, _), names in filling.items():
+        cut = _tail(parameters, names)
+        out += [_Bucket(part, axes) for part in (names[:cut], names[cut:]) if part]
+    return out
+
+
+def _tail(parameters: Mapping[str, Tensor], names: list[str]) -> int:
+    """Where the last, small bucket begins."""
+    total = 0
+    for k in reversed(range(len(names))):
+        tensor = parameters[names[k]]
+        total += tensor.numel() * tensor.element_size()
+        if total > FIRST_BUCKET_BYTES:
+            return k + 1
+    return 0

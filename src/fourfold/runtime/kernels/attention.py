@@ -1,0 +1,153 @@
+"""Softmax over a divided dim, and attention for the query rows a rank owns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.plan.program import Compute
+from fourfold.runtime.kernels.base import Arguments, Local, Run, is_split, kernel, plain
+from fourfold.runtime.kernels.random import drop
+
+
+def joint_log_softmax(x: Tensor, dim: int, group: Any) -> Tensor:
+    """log-softmax of a dim divided over a group; no gradient of its own."""
+    top = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_kept(x, dim), -math.inf)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    shifted = x - top
+    total = shifted.exp().sum(dim, keepdim=True)
+    dist.all_reduce(total, group=group)
+    return shifted - total.log()
+
+
+def _kept(x: Tensor, dim: int) -> list[int]:
+    return [1 if d == dim else s for d, s in enumerate(x.shape)]
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, log: bool) -> Tensor:  # type: ignore[override]
+        y = joint_log_softmax(x, dim, group)
+        ctx.dim, ctx.group, ctx.log = dim, group, log
+        y = y if log else y.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (y,), g = ctx.saved_tensors, grads[0]
+        total = (g if ctx.log else g * y).sum(ctx.dim, keepdim=True)
+        dist.all_reduce(total, group=ctx.group)
+        return (g - y.exp() * total) if ctx.log else y * (g - total), None, None, None
+
+
+@kernel("softmax")
+def softmax(step: Compute, local: Local) -> Run:
+    axes = step.axes_of("joint")
+    if not axes:
+        return plain(step, local)
+    group, dim, log = local.world.group(axes), step.nest.detail["dim"], step.nest.detail["log"]
+    return lambda x: _Softmax.apply(x, dim, group, log)  # type: ignore[no-untyped-call]
+
+
+@kernel("attention")
+def attention(step: Compute, local: Local) -> Run:
+    detail = step.nest.detail
+    rows = list(local.box(step.gives[0])[2])
+    keys = step.needs[1].shape[2]
+    causal, split = detail["causal"], is_split(step, "t")
+    mask_given = len(step.inputs) > 3
+    group = detail["group"] if not is_split(step, "g") else None if detail["group"] > 1 else 1
+    visible = None
+    if causal and (split or detail["dropout"]):
+        index = torch.tensor(rows, device=local.device)
+        visible = index[:, None] >= torch.arange(keys, device=local.device)[None, :]
+    pick = None
+    if group is None:  # query heads of one group on several ranks: pair each with its key-value head
+        heads = list(local.box(step.gives[0])[1])
+        held = {h: k for k, h in enumerate(local.box(step.needs[1])[1])}
+        pick = torch.tensor([held[h // detail["group"]] for h in heads], device=local.device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        bias = mask[0] if mask_given else visible
+        if pick is not None:
+            k, v = k.index_select(1, pick), v.index_select(1, pick)
+        shared = q.shape[1] != k.shape[1]
+        if detail["dropout"]:
+            return _drop_attention(q, k, v, bias, step, local, shared)
+        return F.scaled_dot_product_attention(
+            q, k, v, bias, is_causal=causal and bias is None, scale=detail["scale"], enable_gqa=shared
+        )
+
+    return run
+
+
+def _drop_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: Local, shared: bool
+) -> Tensor:
+    """Attention written out, so that its dropout mask can be ours."""
+    if shared:
+        times = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    scale = step.nest.detail["scale"] or 1 / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-2, -1) * scale
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    weights = scores.softmax(-1)
+    layout = step.gives[0]
+    from fourfold.plan.layout import Layout, Own
+
+    square = Layout((*layout.dims[:3], Own.whole(k.shape[2])))
+    return drop(weights, step.nest.detail["dropout"], step, local, square) @ v
+
+
+@kernel("embedding")
+def embedding(step: Compute, local: Local) -> Run:
+    table = local.box(step.needs[0])[0]
+    padding = step.nest.detail["padding"]
+    if not is_split(step, "v"):
+        return plain(step, local)
+    size = step.needs[0].shape[0]
+    place = torch.full((size,), -1, dtype=torch.long, device=local.device)
+    place[torch.tensor(list(table), dtype=torch.long, device=local.device)] = torch.arange(len(table), device=local.device)
+    pad = int(place[padding]) if padding >= 0 else -1
+
+    def run(weight: Tensor, ids: Tensor) -> Tensor:
+        if not len(table):
+            return (weight.sum() * 0).expand(*ids.shape, weight.shape[1])
+        at = place[ids]
+        rows = F.embedding(at.clamp(min=0), weight, pad if pad >= 0 else None)
+        return rows * (at >= 0).unsqueeze(-1)
+
+    return run
+
+
+@kernel("lstm")
+def lstm(step: Compute, local: Local) -> Run:
+    arguments = Arguments(step, local)
+    _, _, _, biases, layers, dropout, train, both, first = step.op.args
+    width = 4 if biases else 2
+    per_layer = width * (2 if both else 1)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        args, _ = arguments.fill(tensors)
+        x, (h, c), weights = args[0], args[1], args[2]
+        if not (dropout and train):
+            return torch.lstm(x, (h, c), list(weights), biases, layers, 0.0, train, both, first)
+        hs, cs, sides = [], [], 2 if both else 1
+        for k in range(layers):
+            if k:
+                x = drop(x, dropout, step, local, step.gives[0], k)
+            now = slice(k * sides, (k + 1) * sides)
+            own = list(weights[k * per_layer : (k + 1) * per_layer])
+            x, hk, ck = torch.lstm(x, (h[now], c[now]), own, biases, 1, 0.0, train, both, first)
+            hs.append(hk)
+            cs.append(ck)
+        return x, torch.cat(hs), torch.cat(cs)
+
+    return run

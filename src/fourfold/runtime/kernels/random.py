@@ -1,0 +1,50 @@
+"""Random masks that do not depend on the split (exact) or at least agree between replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import Infeasible
+from fourfold.plan.layout import Layout
+from fourfold.plan.program import Compute
+from fourfold.runtime.kernels.base import Local, Run, kernel
+
+
+def uniform(step: Compute, local: Local, layout: Layout, dtype: torch.dtype, *more: object) -> Tensor:
+    """Numbers in [0, 1) for this rank's part of a tensor."""
+    if local.randomness.exact:
+        generator = local.randomness.generator(local.device, step.op.name, *more)
+        whole = torch.rand(layout.shape, generator=generator, dtype=torch.float32, device=local.device)
+        return local.cut(whole, layout).to(dtype)
+    where = tuple(s.spans for s in local.box(layout))
+    generator = local.randomness.generator(local.device, step.op.name, where, *more)
+    return torch.rand(local.shape(layout), generator=generator, dtype=torch.float32, device=local.device).to(dtype)
+
+
+def drop(x: Tensor, p: float, step: Compute, local: Local, layout: Layout, *more: object) -> Tensor:
+    """Dropout."""
+    if p >= 1.0:
+        return x * 0
+    return x * ((uniform(step, local, layout, x.dtype, *more) >= p).to(x.dtype) / (1 - p))
+
+
+@kernel("random")
+def random(step: Compute, local: Local) -> Run:
+    name, args = step.op.target.split(".")[1], step.op.args
+    layout = step.gives[0]
+    if name in ("dropout", "feature_dropout"):
+        p, train = args[1], args[2]
+        if not train or p == 0:
+            return lambda x: x
+        if name == "feature_dropout":
+            from fourfold.plan.layout import Own
+
+            layout = Layout((*layout.dims[:2], *(Own.whole(1) for _ in layout.dims[2:])))
+        return lambda x: drop(x, p, step, local, layout)
+    if name == "rand_like":
+        return lambda x: uniform(step, local, layout, x.dtype)
+    if name == "bernoulli":
+        given = args[1] if len(args) > 1 else step.op.kwargs.get("p")
+        return lambda x: (uniform(step, local, layout, x.dtype) < (x if given is None else given)).to(x.dtype)
+    raise Infeasible(f"{step.op.path}: random op {step.op.target} cannot be drawn alike on every rank")

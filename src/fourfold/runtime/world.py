@@ -1,0 +1,68 @@
+"""The ranks this process works with: process groups along mesh axes, the device, and this rank's place."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from fourfold.errors import InvalidInput
+from fourfold.plan.mesh import Mesh
+
+TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("FOURFOLD_TIMEOUT", "300")))
+
+
+class World:
+    """This rank on a mesh. Groups are made once, in the same order on every rank."""
+
+    def __init__(self, mesh: Mesh, *, rank: int, device: torch.device, wanted: Iterable[tuple[str, ...]] = ()) -> None:
+        self.mesh, self.rank, self.device = mesh, rank, device
+        self.coords = mesh.coords(rank)
+        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
+        for axes in sorted(set(wanted)):
+            self._make("inline", axes)
+
+    @staticmethod
+    def join(mesh: Mesh, *, device: torch.device | None = None, wanted: Iterable[tuple[str, ...]] = ()) -> World:
+        """The world of an initialised process group; one rank needs none."""
+        device = device or torch.device("cpu")
+        if not dist.is_initialized():
+            if mesh.size == 1:
+                return World(mesh, rank=0, device=device)
+            raise InvalidInput(f"the plan needs {mesh.size} ranks; start under torchrun or pass a plan for one rank")
+        if dist.get_world_size() != mesh.size:
+            raise InvalidInput(
+                f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} are running; "
+                f"run with --nproc-per-node {mesh.size} or plan for {dist.get_world_size()}"
+            )
+        return World(mesh, rank=dist.get_rank(), device=device, wanted=wanted)
+
+    def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        key = (purpose, axes)
+        if key not in self._groups:
+            seen: set[tuple[int, ...]] = set()
+            for rank in range(self.mesh.size):
+                ranks = self.mesh.group(rank, axes)
+                if ranks in seen:
+                    continue
+                seen.add(ranks)
+                group = dist.new_group(list(ranks), timeout=TIMEOUT)
+                if self.rank in ranks:
+                    self._groups[key] = group
+        return self._groups[key]
+
+    def group(self, axes: tuple[str, ...], purpose: str = "inline") -> dist.ProcessGroup:
+        """The group of ranks along the axes that this rank belongs to; another purpose has its own communicator."""
+        return self._make(purpose, axes)
+
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return self.mesh.group(self.rank, axes)
+
+    def extent(self, axes: tuple[str, ...]) -> int:
+        size = 1
+        for axis in axes:
+            size *= self.mesh.extent(axis)
+        return size
