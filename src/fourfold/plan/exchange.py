@@ -131,7 +131,7 @@ def _sliced(mesh: Mesh, source: Layout, target: Layout) -> Layout:
     dims = []
     for have, want in zip(source.dims, target.dims, strict=True):
         new = set(want.axes) - set(have.axes) - source.partial
-        subset = new and set(have.axes) <= set(want.axes) and not (set(want.axes) & source.partial)
+        subset = new and not new & source.sharded and set(have.axes) <= set(want.axes) and not (set(want.axes) & source.partial)
         nested = subset and all(want.at(p) <= have.at(p) for p in want.points())
         dims.append(want if nested else have)
     taken = {a for own in dims for a in own.axes}

@@ -132,8 +132,7 @@ def _followed(nest: Nest, mesh: Mesh, axis: str, given: Sequence[Layout | None])
         layout = given[i]
         assert layout is not None
         for loop in _loops_on(nest, nest.operands[i], layout, axis):
-            if loop.size > 1 or loop.kind == "map":
-                return loop.name
+            return loop.name
     return None
 
 

@@ -1,0 +1,147 @@
+"""Local ranks: worker processes joined by gloo that run functions together and report the first failure.
+
+Workers are spawned once and reused. When one raises or dies, the others are stopped at once (they would wait in a collective for ever) and
+the error carries the failing rank's traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import multiprocessing.connection as mpc
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from fourfold.errors import Error, WorkerFailed
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_MAX_": "0",  # keep freed memory: page faults cost a step more than the memory is worth
+    "MALLOC_TRIM_THRESHOLD_": "10000000000",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class Ranks:
+    """A pool of `count` local ranks. ``ranks(function, *args)`` runs it on all and returns their results in rank order."""
+
+    def __init__(self, count: int, *, timeout: float = 600.0) -> None:
+        self.count, self.timeout = count, timeout
+        self._workers: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder = ""
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.mkdtemp(prefix="fourfold-")
+        with _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
+            for rank in range(self.count):
+                ours, theirs = context.Pipe()
+                worker = context.Process(target=_serve, args=(rank, self.count, self._folder, theirs), daemon=True)
+                worker.start()
+                theirs.close()
+                self._workers.append(worker)
+                self._pipes.append(ours)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self._workers:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        try:
+            while len(results) < self.count:
+                self._collect(results)
+        except BaseException:
+            self.close()
+            raise
+        return [results[rank] for rank in range(self.count)]
+
+    def _collect(self, results: dict[int, Any]) -> None:
+        waiting = {self._pipes[r]: r for r in range(self.count) if r not in results}
+        ready = mpc.wait(list(waiting), timeout=self.timeout)
+        if not ready:
+            raise WorkerFailed(f"ranks {sorted(waiting.values())} gave no answer within {self.timeout:.0f} s")
+        for pipe in ready:
+            rank = waiting[pipe]  # type: ignore[index]
+            try:
+                kind, value = pipe.recv()  # type: ignore[union-attr]
+            except (EOFError, ConnectionResetError):
+                code = self._workers[rank].exitcode
+                self._workers[rank].join(5)
+                code = self._workers[rank].exitcode if code is None else code
+                raise WorkerFailed(f"rank {rank} died (exit code {code}); the others were stopped") from None
+            if kind == "refused":
+                raise value
+            if kind == "failed":
+                raise WorkerFailed(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        for worker in self._workers:
+            worker.join(0.2)
+            if worker.is_alive():
+                worker.kill()
+            worker.join(5)
+        self._workers, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _serve(rank: int, count: int, folder: str, pipe: Any) -> None:
+    """A worker's life: join the group, then run what comes until the parent is gone."""
+    import torch
+    import torch.distributed as dist
+
+    from fourfold.runtime.world import TIMEOUT
+
+    torch.set_num_threads(1)
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    store = dist.FileStore(os.path.join(folder, "store"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
+            continue
+        try:
+            answer = ("done", function(*args))
+        except Error as error:
+            answer = ("refused", error)
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except (BrokenPipeError, OSError):
+            os._exit(0)
