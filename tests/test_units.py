@@ -34,9 +34,7 @@ def test_counts_come_in_powers_of_1000(count: float, text: str) -> None:
     assert count_text(count) == text
 
 
-@pytest.mark.parametrize(
-    ("flops", "text"), [(0, "0 FLOP"), (4.1e9, "4.1 GFLOP"), (2.5e12, "2.5 TFLOP"), (3e18, "3.0 EFLOP")]
-)
+@pytest.mark.parametrize(("flops", "text"), [(0, "0 FLOP"), (4.1e9, "4.1 GFLOP"), (2.5e12, "2.5 TFLOP"), (3e18, "3.0 EFLOP")])
 def test_flops_carry_their_prefix(flops: float, text: str) -> None:
     assert flops_text(flops) == text
 

@@ -265,9 +265,7 @@ class _Builder:
         raise CaptureFailed(f"argument {value!r} of type {type(value).__name__} is not supported")
 
 
-def _graph(
-    whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor, ...], *, batch: int | None
-) -> Graph:
+def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor, ...], *, batch: int | None) -> Graph:
     builder, env = _Builder(), {}
     state = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers(remove_duplicate=False))}
     first: dict[int, str] = {}

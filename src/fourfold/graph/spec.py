@@ -144,9 +144,7 @@ class Graph:
         return replace(
             self,
             values={k: TensorSpec(substituted(v.shape, batch), v.dtype) for k, v in self.values.items()},
-            ops=tuple(
-                replace(op, args=substituted(op.args, batch), kwargs=substituted(op.kwargs, batch)) for op in self.ops
-            ),
+            ops=tuple(replace(op, args=substituted(op.args, batch), kwargs=substituted(op.kwargs, batch)) for op in self.ops),
         )
 
     def batch_dim(self, name: str) -> int | None:

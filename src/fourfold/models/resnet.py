@@ -76,9 +76,7 @@ def stage(before: int, width: int, count: int, *, stride: int) -> nn.Sequential:
     return nn.Sequential(first, *(Bottleneck(EXPANSION * width, width, 1) for _ in range(count - 1)))
 
 
-def resnet50(
-    *, batch: int = 8, image: int = 224, classes: int = 1000, width: int = 64, blocks: str = "3-4-6-3"
-) -> Example:
+def resnet50(*, batch: int = 8, image: int = 224, classes: int = 1000, width: int = 64, blocks: str = "3-4-6-3") -> Example:
     """ResNet-50 (v1.5) on images: bottlenecks with batch norm, 26 M parameters.
 
     image: side in pixels; width: channels of the stem, others scale; blocks: bottlenecks of each of the four
@@ -87,9 +85,7 @@ def resnet50(
     return _example(batch, image, classes, width, blocks)
 
 
-def resnet152(
-    *, batch: int = 8, image: int = 224, classes: int = 1000, width: int = 64, blocks: str = "3-8-36-3"
-) -> Example:
+def resnet152(*, batch: int = 8, image: int = 224, classes: int = 1000, width: int = 64, blocks: str = "3-8-36-3") -> Example:
     """ResNet-152 (v1.5) on images: bottlenecks with batch norm, 60 M parameters.
 
     image: side in pixels; width: channels of the stem, others scale; blocks: bottlenecks of each of the four

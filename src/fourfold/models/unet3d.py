@@ -33,8 +33,7 @@ class UNet3D(nn.Module):
         widths = [width * 2**level for level in range(depth + 1)]
         levels = range(depth - 1)
         self.down = nn.ModuleList(
-            unit(channels if level == 0 else widths[level], widths[level], widths[level + 1], bias=bias)
-            for level in levels
+            unit(channels if level == 0 else widths[level], widths[level], widths[level + 1], bias=bias) for level in levels
         )
         self.pool = nn.MaxPool3d(2)
         self.bottom = unit(widths[-2], widths[-2], widths[-1], bias=bias)

@@ -1,7 +1,7 @@
 """Softmax and scaled-dot-product attention.
 
-Heads are `filter`, the query positions are `domain:0` (keys and values are then gathered), samples are `batch`. With grouped heads the
-key-value heads are divided and each rank keeps the query heads that belong to them.
+Heads are `filter`, the query positions are `domain:0` (keys and values are then gathered), samples are `batch`. With
+grouped heads the key-value heads are divided and each rank keeps the query heads that belong to them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def attention(op: Op, graph: Graph) -> Nest | None:
         full: tuple[Dim, ...] = (("n",), head, ("t",), (k[2],))
         sizes = (q[0], heads, q[2], k[2])
         first = 4 - len(mask)
-        operands.append(
-            tuple(full[first + d] if size == sizes[first + d] else () for d, size in enumerate(mask))
-        )
+        operands.append(tuple(full[first + d] if size == sizes[first + d] else () for d, size in enumerate(mask)))
     return Nest(
         loops=tuple(loops),
         operands=tuple(operands),

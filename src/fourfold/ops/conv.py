@@ -30,6 +30,7 @@ def _tuple(value: Any, count: int, default: int) -> tuple[int, ...]:
 def _channels(groups: int, filters: int, channels: int) -> tuple[tuple[Loop, ...], Dim, Dim]:
     """Loops of the channel dims, and the terms of input and output channels."""
     out, inside = filters // groups, channels // groups
+    loops: tuple[Loop, ...]
     if groups == 1:
         loops = (
             Loop(name="f", size=out, labels=("filter",)),
@@ -78,9 +79,7 @@ def conv(op: Op, graph: Graph) -> Nest | None:
     windows: list[Dim] = []
     for i in range(count):
         loops.append(Loop(name=f"d{i}", size=y[2 + i], labels=spatial_label(i)))
-        need = Sliding(
-            size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=padding[i][0], dilation=dilation[i]
-        )
+        need = Sliding(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=padding[i][0], dilation=dilation[i])
         windows.append((Window(f"d{i}", need),))
     weight: tuple[Dim, ...] = (outside, ("c",), *((k,) for k in kernel))
     operands: list[tuple[Dim, ...]] = [(("n",), inside, *windows), weight]

@@ -1,4 +1,6 @@
-"""Table look-ups. `filter` divides the features, `channel` the vocabulary: rows a rank does not own count as zero, the result is Partial."""
+"""Table look-ups. `filter` divides the features, `channel` the vocabulary: rows a rank does not own count as zero, the
+result is Partial.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,7 @@ def embedding(op: Op, graph: Graph) -> Nest | None:
     if call.get("scale_grad_by_freq") or call.get("sparse"):
         return None
     table, ids = call.shape("weight"), call.shape("indices")
-    lead = [
-        Loop(name=f"b{i}", size=size, labels=("batch",) if i == 0 else (f"domain:{i - 1}",)) for i, size in enumerate(ids)
-    ]
+    lead = [Loop(name=f"b{i}", size=size, labels=("batch",) if i == 0 else (f"domain:{i - 1}",)) for i, size in enumerate(ids)]
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in lead)
     loops = (
         *lead,
@@ -45,9 +45,7 @@ def index_select(op: Op, graph: Graph) -> Nest | None:
 def gather(op: Op, graph: Graph) -> Nest | None:
     x, ids = (graph.values[name].shape for name in op.operands[:2])
     dim = op.args[1] % len(x)
-    loops = tuple(
-        Loop(name=f"i{d}", size=size) for d, size in enumerate(ids) if d != dim and size == x[d]
-    )
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(ids) if d != dim and size == x[d])
     names = {loop.name for loop in loops}
 
     def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:

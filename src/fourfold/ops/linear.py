@@ -1,6 +1,7 @@
 """Matrix products: linear layers, matmul in all its shapes, einsum.
 
-`filter` divides the output features, `channel` the contracted ones (the result is then Partial), `batch` and `domain:i` the leading dims.
+`filter` divides the output features, `channel` the contracted ones (the result is then Partial), `batch` and `domain:i`
+the leading dims.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How an op may be split, said as a nest of loops: the one form every op rule takes.
 
-An op is read as loops over its index space, as in an einsum: a convolution is ``n f c`` and one loop per spatial dim. Each dim
-of each operand and result is a product of loops, or a window onto one. Splitting an op over a mesh axis means splitting one
-loop; from the nest alone follows what every operand must hold and what every result becomes:
+An op is read as loops over its index space, as in an einsum: a convolution is ``n f c`` and one loop per spatial dim.
+Each dim of each operand and result is a product of loops, or a window onto one. Splitting an op over a mesh axis means
+splitting one loop; from the nest alone follows what every operand must hold and what every result becomes:
 
 - an operand that has the loop is sharded along it, one that lacks it is replicated and its gradient is partial;
 - a result that has the loop is sharded, one that lacks it is partial (a `sum` loop) or the same everywhere (`joint`).
@@ -27,8 +27,8 @@ Kind = Literal["map", "sum", "joint", "whole"]
 class Loop:
     """One loop of a nest.
 
-    `labels` are the splits that mean this loop (``batch``, ``filter``, ``channel``, ``domain:0``...). `unit` and `outer` say where
-    it may be cut: the loop is `outer` equal blocks, each cut at multiples of `unit`. Loops with the same `tied` name are
+    `labels` are the splits that mean this loop (``batch``, ``filter``, ``channel``, ``domain:0``...). `unit` and `outer` say
+    where it may be cut: the loop is `outer` equal blocks, each cut at multiples of `unit`. Loops with the same `tied` name are
     split together, by the same axes.
     """
 

@@ -1,7 +1,7 @@
 """Normalisations: batch, group, instance, layer and RMS norm.
 
-Dims that a statistic runs over are `joint` loops: the kernel sums the statistics over the axes that split them, forward and backward, so
-that a shard sees the statistics of the whole.
+Dims that a statistic runs over are `joint` loops: the kernel sums the statistics over the axes that split them, forward
+and backward, so that a shard sees the statistics of the whole.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def layer_norm(op: Op, graph: Graph) -> Nest | None:
         call = Call(op, graph, "input normalized weight eps")
     x = call.shape("input")
     first = len(x) - len(call["normalized"])
-    loops = tuple(
-        Loop(name=f"i{d}", size=size, kind="joint" if d >= first else "map") for d, size in enumerate(x)
-    )
+    loops = tuple(Loop(name=f"i{d}", size=size, kind="joint" if d >= first else "map") for d, size in enumerate(x))
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     names = ("weight",) if op.target.startswith("aten.rms") else ("weight", "bias")
     affine: list[tuple[Dim, ...]] = [dims[first:] for name in names if call[name] is not None]

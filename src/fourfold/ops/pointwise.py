@@ -1,7 +1,7 @@
 """Ops that treat every element alone, with broadcasting; copies, casts and dropout among them.
 
-They follow their largest input. Partial sums pass where the op is linear: copies, sign changes, sums of partial values and products
-with plain numbers.
+They follow their largest input. Partial sums pass where the op is linear: copies, sign changes, sums of partial values
+and products with plain numbers.
 """
 
 from __future__ import annotations

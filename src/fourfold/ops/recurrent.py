@@ -14,7 +14,7 @@ def recurrent(op: Op, graph: Graph) -> Nest | None:
     if len(x) != 3:
         return None
     is_lstm = op.target.startswith("aten.lstm")
-    batch_first = bool(op.args[8 if is_lstm else 8])
+    batch_first = bool(op.args[8])
     states = 2 if is_lstm else 1
     at = 0 if batch_first else 1
     loops = (Loop(name="n", size=x[at], labels=("batch",)),)

@@ -13,7 +13,7 @@ def _reduced(op: Op, graph: Graph) -> set[int]:
     """The dims reduced, from the arguments."""
     x = graph.values[op.operands[0]].shape
     dims: Any = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
-    if dims is None or dims == () or op.target.endswith(".default") and not isinstance(dims, (tuple, int)):
+    if dims is None or dims == () or (op.target.endswith(".default") and not isinstance(dims, (tuple, int))):
         return set(range(len(x)))
     return {d % len(x) for d in ((dims,) if isinstance(dims, int) else dims)} if x else set()
 
@@ -24,9 +24,7 @@ def _nest(op: Op, graph: Graph, kind: Kind, kernel: str, linear: tuple[int, ...]
     keeps = len(y) == len(x) and bool(gone)
     loops = tuple(Loop(name=f"i{d}", size=size, kind=kind if d in gone else "map") for d, size in enumerate(x))
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
-    result: tuple[Dim, ...] = tuple(
-        () if d in gone else (f"i{d}",) for d in range(len(x)) if d not in gone or keeps
-    )
+    result: tuple[Dim, ...] = tuple(() if d in gone else (f"i{d}",) for d in range(len(x)) if d not in gone or keeps)
     count = math.prod(x[d] for d in gone)
     return Nest(
         loops=loops,

@@ -47,16 +47,15 @@ def _scales(op: Op, count: int, nearest: bool) -> list[float | None]:
     return list(given) if isinstance(given, tuple) and len(given) == count and isinstance(given[0], float) else [None] * count
 
 
-def _taps(name: str, o: int, size: int, out: int, align: bool, scale: float | None) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def _taps(
+    name: str, o: int, size: int, out: int, align: bool, scale: float | None
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     ratio = 1.0 / scale if scale else size / out
     if "exact" in name:
         return (min(int((o + 0.5) * ratio), size - 1),), (1.0,)
     if "nearest" in name:
         return (min(int(o * ratio), size - 1),), (1.0,)
-    if align:
-        position = o * (size - 1) / (out - 1) if out > 1 else 0.0
-    else:
-        position = (o + 0.5) * ratio - 0.5
+    position = (o * (size - 1) / (out - 1) if out > 1 else 0.0) if align else (o + 0.5) * ratio - 0.5
     if "cubic" in name:
         return _cubic_taps(position, size)
     position = max(position, 0.0)

@@ -1,11 +1,12 @@
 """Ops that only move elements: reshapes, permutations, slices, concatenation, padding, and tensors made from nothing.
 
-A reshape is read as a regrouping of the factors its two shapes have in common, so a shard of a factor stays where it is. All are
-linear: partial sums pass through.
+A reshape is read as a regrouping of the factors its two shapes have in common, so a shard of a factor stays where it is.
+All are linear: partial sums pass through.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -25,9 +26,7 @@ def reshape(op: Op, graph: Graph) -> Nest | None:
     return Nest(loops=tuple(loops), operands=(inputs,), results=(outputs,), linear=(0,), kernel="reshape")
 
 
-def regrouped(
-    before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]
-) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+def regrouped(before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
     """Both shapes as products of common factors; factors are added to `loops`."""
     sides: tuple[list[Dim], list[Dim]] = ([], [])
     i = j = 0
@@ -53,12 +52,12 @@ def regrouped(
 
 def _group(a: tuple[int, ...], b: tuple[int, ...], sides: tuple[list[Dim], list[Dim]], loops: list[Loop]) -> None:
     cuts = sorted({math.prod(s[k:]) for s in (a, b) for k in range(len(s) + 1)}, reverse=True)
-    if any(high % low for high, low in zip(cuts, cuts[1:], strict=False)):
+    if any(high % low for high, low in itertools.pairwise(cuts)):
         sides[0].extend((size,) for size in a)
         sides[1].extend((size,) for size in b)
         return
     named: list[tuple[int, str]] = []  # (product of what lies inside, loop)
-    for high, low in zip(cuts, cuts[1:], strict=False):
+    for high, low in itertools.pairwise(cuts):
         named.append((low, f"r{len(loops)}"))
         loops.append(Loop(name=f"r{len(loops)}", size=high // low))
     if not named:  # one element on both sides

@@ -65,7 +65,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Any fixed map of rows: output o reads ``taps[o]``, weighted ``weights[o]`` (weights empty: one tap, copied; -1: a fill)."""
+    """Any fixed map of rows: output o reads ``taps[o]``, weighted ``weights[o]`` (none: one tap, copied; -1: a fill)."""
 
     size: int
     taps: tuple[tuple[int, ...], ...]

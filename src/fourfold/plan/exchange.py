@@ -1,9 +1,10 @@
 """Moving a tensor from one layout to another: one definition under every collective, halo and redistribution.
 
-``result_r[needed_r] = sum over sources s of value_s[owned_s & needed_r]``, where the sources of rank r are the ranks that differ from
-it only on axes along which the source is a Shard, or a Partial that the target no longer is. The gradient moves by the same
-definition from dual(target) to dual(source), so all-reduce, all-gather, reduce-scatter, slice, halo and their adjoints are
-cases of one function. `pattern` names the case, so that the runtime may take a faster collective and the oracle a better price.
+``result_r[needed_r] = sum over sources s of value_s[owned_s & needed_r]``, where the sources of rank r are the ranks that
+differ from it only on axes along which the source is a Shard, or a Partial that the target no longer is. The gradient
+moves by the same definition from dual(target) to dual(source), so all-reduce, all-gather, reduce-scatter, slice, halo and
+their adjoints are cases of one function. `pattern` names the case, so that the runtime may take a faster collective and
+the oracle a better price.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Where a tensor lies on a mesh: one small algebra for shards, halos, replicas and partial sums.
 
-Per axis a tensor is one of four things. `Shard`: some dim is divided along it. `Partial`: the values of the ranks sum to the truth.
-`Same`: equal everywhere, and so is the gradient. `Replicate`: equal everywhere, but each rank's gradient is only its share.
-Ops produce Same, Shard and Partial; they ask for any of the four.
+Per axis a tensor is one of four things. `Shard`: some dim is divided along it. `Partial`: the values of the ranks sum to
+the truth. `Same`: equal everywhere, and so is the gradient. `Replicate`: equal everywhere, but each rank's gradient is
+only its share. Ops produce Same, Shard and Partial; they ask for any of the four.
 
-A shard is explicit: `Own` lists the index set of every coordinate along its axes. Sets of a produced tensor are disjoint; sets an
-op asks for may overlap (halos). `Layout.dual` is the layout of the gradient, and the adjoint of an exchange from A to B is the
-exchange from dual(B) to dual(A).
+A shard is explicit: `Own` lists the index set of every coordinate along its axes. Sets of a produced tensor are disjoint;
+sets an op asks for may overlap (halos). `Layout.dual` is the layout of the gradient, and the adjoint of an exchange from
+A to B is the exchange from dual(B) to dual(A).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plan + graph -> Program: walk the graph once, place every op, put an exchange wherever a layout does not fit.
 
-Tensors that take any layout (parameters, constants, targets, and ops on such tensors alone) are *free*: they are placed when the first
-consumer asks, in the layout it asks for. So a weight is stored as its op needs it, transposed or not, and a table of positions is
-computed only where its rows are used. A value asked for twice in one layout is moved once.
+Tensors that take any layout (parameters, constants, targets, and ops on such tensors alone) are *free*: they are placed
+when the first consumer asks, in the layout it asks for. So a weight is stored as its op needs it, transposed or not, and
+a table of positions is computed only where its rows are used. A value asked for twice in one layout is moved once.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Lowering:
         return {a: s for a, s in explicit.items() if s == "replicate" or nest.labelled(s)}
 
     def _scattered(self, op: Op, nest: Nest, given: list[Layout | None], splits: Mapping[str, str]) -> dict[str, str]:
-        """A follower that cannot pass a partial sum takes its share of it along the feature dim: half the traffic of all of it."""
+        """A follower that cannot pass a partial sum takes its share along the feature dim: half the traffic."""
         out: dict[str, str] = {}
         if nest.anchor:
             return out

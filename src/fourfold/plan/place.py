@@ -1,8 +1,8 @@
 """Nest + split + incoming layouts -> what each operand must hold and what each result becomes.
 
-Per mesh axis an op splits one loop, passes partial sums through, or runs alike on all ranks. The choice is explicit (a split from
-the plan) or follows the incoming layouts; the division of the loop is inherited from them where it fits, so that a chain of
-ops needs no exchange.
+Per mesh axis an op splits one loop, passes partial sums through, or runs alike on all ranks. The choice is explicit (a
+split from the plan) or follows the incoming layouts; the division of the loop is inherited from them where it fits, so
+that a chain of ops needs no exchange.
 """
 
 from __future__ import annotations
@@ -232,9 +232,7 @@ def _need(
     return Layout(layout.dims, frozenset(), frozenset(split))
 
 
-def _give(
-    nest: Nest, mesh: Mesh, dims: tuple[Dim, ...], owns: Mapping[str, Own], choice: Mapping[str, str | None]
-) -> Layout:
+def _give(nest: Nest, mesh: Mesh, dims: tuple[Dim, ...], owns: Mapping[str, Own], choice: Mapping[str, str | None]) -> Layout:
     layout = Layout(_dims(nest, mesh, dims, owns))
     partial = set()
     for axis, name in choice.items():

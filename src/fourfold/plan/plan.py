@@ -1,7 +1,8 @@
 """A plan: how every op of one graph is split over one mesh. An immutable value with a versioned JSON file.
 
-Splits are rules: an op pattern and, per axis, ``batch | filter | channel | domain:<i> | replicate``. Of several matching rules the last
-wins, axis by axis; an axis without a rule follows the incoming tensors. `inputs` says, per axis, how the inputs come in.
+Splits are rules: an op pattern and, per axis, ``batch | filter | channel | domain:<i> | replicate``. Of several matching
+rules the last wins, axis by axis; an axis without a rule follows the incoming tensors. `inputs` says, per axis, how the
+inputs come in.
 """
 
 from __future__ import annotations
@@ -89,9 +90,7 @@ class Plan:
             "mesh": dict(self.mesh.axes),
             "inputs": dict(self.inputs),
             "splits": [{"op": pattern, **by_axis} for pattern, by_axis in self.splits],
-            "passes": [
-                {"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in self.passes
-            ],
+            "passes": [{"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in self.passes],
             "notes": list(self.notes),
         }
 

@@ -1,7 +1,7 @@
 """What will run, in order: the value that lowering makes, the oracle replays and the runtime executes.
 
-A program holds *slots*: a tensor in one layout. `Compute` reads and writes slots; `Move` turns one layout of a tensor into another;
-`Repeat` runs a body once per pass. Nothing here is bound to a rank: local shapes follow from the layouts.
+A program holds *slots*: a tensor in one layout. `Compute` reads and writes slots; `Move` turns one layout of a tensor
+into another; `Repeat` runs a body once per pass. Nothing here is bound to a rank: local shapes follow from the layouts.
 """
 
 from __future__ import annotations

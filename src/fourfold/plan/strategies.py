@@ -1,7 +1,8 @@
 """The named strategies, each a recipe from graph and rank count to a `Plan`.
 
-A strategy names the mesh, how inputs come in, and what anchors (convolutions, products, attention, look-ups) do; everything else follows.
-Layers too thin for an axis run replicated if they carry little of the work, otherwise the strategy is refused with the layer's name.
+A strategy names the mesh, how inputs come in, and what anchors (convolutions, products, attention, look-ups) do;
+everything else follows. Layers too thin for an axis run replicated if they carry little of the work, otherwise the
+strategy is refused with the layer's name.
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ def _tied(graph: Graph) -> set[str]:
 
 def _by_filter(graph: Graph) -> Callable[[Op, Nest], tuple[str, ...]]:
     tied = _tied(graph)
-    return lambda op, nest: ("channel", "filter") if op.name in tied else ("filter", "batch") if not nest.labelled("filter") else ("filter",)  # noqa: E501
+    return lambda op, nest: (
+        ("channel", "filter") if op.name in tied else ("filter", "batch") if not nest.labelled("filter") else ("filter",)
+    )
 
 
 def _by_channel(graph: Graph) -> Callable[[Op, Nest], tuple[str, ...]]:

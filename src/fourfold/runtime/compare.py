@@ -1,7 +1,7 @@
 """What "equal" means: the error of one tensor against a reference, and the worst of many.
 
-Per tensor, ``error = ||difference|| / max(||reference||, rms over all tensors * sqrt(numel))``: a gradient that is truly zero is compared with the
-size of the others. For parameters and buffers the reference is the change since the start.
+Per tensor, ``error = ||difference|| / max(||reference||, rms over all tensors * sqrt(numel))``: a gradient that is truly
+zero is compared with the size of the others. For parameters and buffers the reference is the change since the start.
 """
 
 from __future__ import annotations

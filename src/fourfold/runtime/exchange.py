@@ -1,7 +1,8 @@
-"""Exchanges on real tensors: each `plan.exchange.Step` bound to this rank, and the autograd function that runs it with its adjoint.
+"""Exchanges on real tensors: each `plan.exchange.Step` bound to this rank, and the autograd function that runs it with
+its adjoint.
 
-What to send, where it lies and where it goes is worked out once, when a program is bound; a step then only copies and calls one
-collective.
+What to send, where it lies and where it goes is worked out once, when a program is bound; a step then only copies and
+calls one collective.
 """
 
 from __future__ import annotations
@@ -208,9 +209,7 @@ def _tiles(items: list[Transfer], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover a local tensor exactly once, so that they may be written rather than added."""
     if sum(t.numel for t in items) != math.prod(shape):
         return False
-    return not any(
-        all(len(x & y) for x, y in zip(a.box, b.box, strict=True)) for a, b in itertools.combinations(items, 2)
-    )
+    return not any(all(len(x & y) for x, y in zip(a.box, b.box, strict=True)) for a, b in itertools.combinations(items, 2))
 
 
 class _Move(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """A program bound to one rank: every step a function of local tensors, run in the program's order.
 
-Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same on every rank.
+Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same
+on every rank.
 """
 
 from __future__ import annotations
@@ -189,9 +190,7 @@ def _writes(step: Step) -> set[str]:
     return {outside for _, outside, _ in step.exits}
 
 
-def _with_frees(
-    program: Program, bound: list[Callable[[Env], None]]
-) -> list[tuple[Callable[[Env], None], tuple[str, ...]]]:
+def _with_frees(program: Program, bound: list[Callable[[Env], None]]) -> list[tuple[Callable[[Env], None], tuple[str, ...]]]:
     """Each step with the slots nobody reads after it."""
     kept = set(program.slots.values())
     last: dict[str, int] = {}

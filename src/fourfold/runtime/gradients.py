@@ -1,7 +1,7 @@
 """Gradient sums over replicated axes: buckets per reduction group, launched while backward still runs.
 
-Buckets are launched in one order on all ranks, whatever order their gradients come in. A parameter larger than a bucket is reduced where
-it lies, without a copy.
+Buckets are launched in one order on all ranks, whatever order their gradients come in. A parameter larger than a bucket
+is reduced where it lies, without a copy.
 """
 
 from __future__ import annotations

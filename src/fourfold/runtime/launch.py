@@ -1,7 +1,7 @@
 """Local ranks: worker processes joined by gloo that run functions together and report the first failure.
 
-Workers are spawned once and reused. When one raises or dies, the others are stopped at once (they would wait in a collective for ever) and
-the error carries the failing rank's traceback.
+Workers are spawned once and reused. When one raises or dies, the others are stopped at once (they would wait in a
+collective for ever) and the error carries the failing rank's traceback.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A short training run on given ranks, with everything that can be compared kept: the common half of `verify` and of the tests."""
+"""A short training run on given ranks, with everything that can be compared kept: the common half of `verify` and of the
+tests.
+"""
 
 from __future__ import annotations
 

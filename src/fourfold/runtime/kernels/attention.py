@@ -87,9 +87,7 @@ def attention(step: Compute, local: Local) -> Run:
     return run
 
 
-def _drop_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: Local, shared: bool
-) -> Tensor:
+def _drop_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: Local, shared: bool) -> Tensor:
     """Attention written out, so that its dropout mask can be ours."""
     if shared:
         times = q.shape[1] // k.shape[1]

@@ -1,8 +1,9 @@
 """How a rank runs its share of one op: a registry of builders, and what they share.
 
-A builder looks once at a `Compute` step and this rank's place and returns a function of local tensors. Most ops need none: the plain ATen
-call on local tensors is their share. A shard that holds nothing never calls a kernel (some return wrong shapes silently): it gives
-zeros of the right shape, attached to all inputs, so that every rank takes part in every collective of backward.
+A builder looks once at a `Compute` step and this rank's place and returns a function of local tensors. Most ops need
+none: the plain ATen call on local tensors is their share. A shard that holds nothing never calls a kernel (some return
+wrong shapes silently): it gives zeros of the right shape, attached to all inputs, so that every rank takes part in every
+collective of backward.
 """
 
 from __future__ import annotations

@@ -97,10 +97,7 @@ def _denominator(target: Tensor, weight: Tensor | None, detail: Any, total: Tens
     """The sum of the weights of all targets that count, on all ranks."""
     valid = target != detail["ignore"]
     with torch.no_grad():
-        if weight is None:
-            count = valid.sum().to(total.dtype)
-        else:
-            count = (weight[target.clamp(min=0)] * valid).sum().to(total.dtype)
+        count = valid.sum().to(total.dtype) if weight is None else (weight[target.clamp(min=0)] * valid).sum().to(total.dtype)
         if group is not None:
             dist.all_reduce(count, group=group)
     return count
