@@ -25,11 +25,18 @@ Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
 
 
-def lower(graph: Graph, plan: Plan, chooser: Chooser | None = None) -> Program:
-    """The program of a plan. `chooser` lets strategies decide as they see the layouts."""
-    plan.check(graph)
+def lower(graph: Graph, plan: Plan, chooser: Chooser | None = None, *, like: Program | None = None) -> Program:
+    """The program of a plan. `chooser` lets strategies decide as they see the layouts.
+
+    `like`: a program of the same model in another mode, whose stored tensors this one shall share.
+    """
+    plan.check(graph, strict=like is None)
     concrete = graph.at(plan.batch)
-    return _Lowering(graph, concrete, plan, chooser).run()
+    lowering = _Lowering(graph, concrete, plan, chooser)
+    for name in lowering.leaves & set(like.stored if like is not None else ()):
+        assert like is not None
+        lowering.adopt(name, like.stored[name])
+    return lowering.run()
 
 
 class _Lowering:
@@ -41,6 +48,7 @@ class _Lowering:
         self.forms: dict[tuple[str, Layout], str] = {}
         self.steps: list[Any] = []
         self.stored: dict[str, Layout] = {}
+        self.adopted: dict[str, Layout] = {}
         self.hints: Hints = block_hints(concrete)
         self.parameters = {p.name: p for p in concrete.parameters}
         self.leaves = {*self.parameters, *(c.name for c in concrete.constants), *concrete.inputs, *concrete.targets}
@@ -79,11 +87,19 @@ class _Lowering:
                 batch = 0
             for axis, split in self.plan.inputs.items():
                 dim = batch if split == "batch" else domains.get(split)
+                if split.startswith("dim:") and name in self.symbolic.inputs and int(split[4:]) < len(dims):
+                    dim = int(split[4:])
                 if dim is not None and split != "replicate":
                     dims[dim] = dims[dim].refine(self.mesh, axis)
             layout = Layout(tuple(dims))
             if layout.sharded:
                 self._store(name, layout)
+        for name, layout in self.adopted.items():
+            self._store(name, layout)
+
+    def adopt(self, name: str, layout: Layout) -> None:
+        """Take a stored tensor as it is already laid out."""
+        self.adopted[name] = layout
 
     def _store(self, name: str, layout: Layout) -> None:
         self.stored[name] = self.layouts[name] = layout
@@ -315,7 +331,7 @@ def _aliased(step: Step, aliases: Mapping[str, str]) -> Step:
     if isinstance(step, Compute):
         return replace(step, inputs=tuple(aliases.get(slot, slot) for slot in step.inputs))
     if isinstance(step, Repeat):
-        bodies = tuple(tuple(_aliased(s, aliases) for s in body if not _dropped(s, aliases)) for body in step.bodies)
+        bodies: Any = tuple(tuple(_aliased(s, aliases) for s in body if not _dropped(s, aliases)) for body in step.bodies)
         return replace(step, bodies=bodies)
     return step
 

@@ -2,7 +2,7 @@
 
 Splits are rules: an op pattern and, per axis, ``batch | filter | channel | domain:<i> | replicate``. Of several matching
 rules the last wins, axis by axis; an axis without a rule follows the incoming tensors. `inputs` says, per axis, how the
-inputs come in.
+inputs come in; ``dim:<i>`` there is dim i of every input that has one, whatever ops make of it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ class Plan:
     splits: tuple[tuple[str, Mapping[str, str]], ...] = ()
     passes: tuple[Passes, ...] = ()
     notes: tuple[str, ...] = ()
+    signature: Mapping[str, Any] = field(default_factory=dict)  # shapes and dtypes of inputs and targets
 
     def __post_init__(self) -> None:
-        for split in [*self.inputs.values(), *(s for _, by in self.splits for s in by.values())]:
-            if split not in SPLITS and not _is_domain(split):
+        inputs = [s for s in self.inputs.values() if not _is_numbered(s, "dim:")]
+        for split in [*inputs, *(s for _, by in self.splits for s in by.values())]:
+            if split not in SPLITS and not _is_numbered(split, "domain:"):
                 raise InvalidInput(f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of "
                                    f"{', '.join(SPLITS)} or domain:<i>")  # fmt: skip
         for axis in {*self.inputs, *(a for _, by in self.splits for a in by)}:
@@ -66,8 +68,8 @@ class Plan:
                 out.update(by_axis)
         return out
 
-    def check(self, graph: Graph) -> None:
-        """Refuse a plan made for another graph, or one that names ops the graph does not have."""
+    def check(self, graph: Graph, *, strict: bool = True) -> None:
+        """Refuse a plan made for another graph, or (if strict) one that names ops the graph does not have."""
         if self.graph != graph.hash:
             raise StalePlan(
                 f"the plan was made for graph {self.graph}{f' ({self.model})' if self.model else ''}, this model is "
@@ -75,7 +77,7 @@ class Plan:
             )
         if graph.batch is not None and graph.batch != self.batch:
             raise InvalidInput(f"the model fixes its batch at {graph.batch}, the plan says {self.batch}; use {graph.batch}")
-        for pattern, _ in self.splits:
+        for pattern, _ in self.splits if strict else ():
             if not any(matches(pattern, op) for op in graph.ops):
                 names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
                 raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
@@ -92,6 +94,7 @@ class Plan:
             "splits": [{"op": pattern, **by_axis} for pattern, by_axis in self.splits],
             "passes": [{"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in self.passes],
             "notes": list(self.notes),
+            "signature": dict(self.signature),
         }
 
     @staticmethod
@@ -111,6 +114,7 @@ class Plan:
                 ),
                 passes=tuple(Passes(**p) for p in data.get("passes", [])),
                 notes=tuple(map(str, data.get("notes", []))),
+                signature=dict(data.get("signature", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"not a plan: {type(error).__name__} {error}; write it with `fourfold plan -o`") from error
@@ -120,8 +124,8 @@ def matches(pattern: str, op: Op) -> bool:
     return fnmatchcase(op.path, pattern) or (bool(op.module) and fnmatchcase(op.module, pattern))
 
 
-def _is_domain(split: str) -> bool:
-    return split.startswith("domain:") and split[7:].isdigit()
+def _is_numbered(split: str, prefix: str) -> bool:
+    return split.startswith(prefix) and split.removeprefix(prefix).isdigit()
 
 
 def _mesh(sizes: Mapping[str, Any]) -> Mesh:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plan.exchange import Exchange, Step, Transfer, transfers
-from fourfold.runtime.world import World
+from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
 Mover = Callable[[Tensor], Tensor]
 Spans = tuple[tuple[tuple[int, int], ...], ...]
@@ -135,7 +135,7 @@ def _all_gather(step: Step, world: World) -> Mover:
         tensor, bools = _sendable(tensor.contiguous())
         if math.prod(shape[: step.dim]) == 1:
             out = tensor.new_empty(shape)
-            dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), group=group)
+            all_gather_single(out.view(-1), tensor.view(-1), group=group)
         else:
             parts = [torch.empty_like(tensor) for _ in range(count)]
             dist.all_gather(parts, tensor, group=group)
@@ -154,7 +154,7 @@ def _reduce_scatter(step: Step, world: World) -> Mover:
     def move(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(shape)
         stacked = torch.cat([part.reshape(-1) for part in tensor.chunk(count, step.dim)])
-        dist.reduce_scatter_tensor(out.view(-1), stacked, group=group)
+        reduce_scatter_single(out.view(-1), stacked, group=group)
         return out
 
     return move
@@ -233,6 +233,6 @@ def moved(exchange: Exchange, world: World) -> Mover:
     def apply(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return forward(tensor)
-        return _Move.apply(tensor, forward, backward)  # type: ignore[no-any-return]
+        return _Move.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
 
     return apply

@@ -38,7 +38,7 @@ class Gradients:
         self.launched = 0
         self.enabled = True
         for name in self.home:
-            parameters[name].register_post_accumulate_grad_hook(self._ready(name))  # type: ignore[attr-defined]
+            parameters[name].register_post_accumulate_grad_hook(self._ready(name))
 
     def _ready(self, name: str) -> Any:
         bucket = self.buckets[self.home[name]]
@@ -71,7 +71,7 @@ class Gradients:
             for tensor in tensors:
                 views.append(flat[offset : offset + tensor.numel()].view(tensor.shape))
                 offset += tensor.numel()
-            torch._foreach_copy_(views, [t.grad for t in tensors])
+            torch._foreach_copy_(views, [t.grad for t in tensors if t.grad is not None])
             for tensor, view in zip(tensors, views, strict=True):
                 tensor.grad = view
         if flat.numel():

@@ -75,15 +75,16 @@ class Ranks:
         if not ready:
             raise WorkerFailed(f"ranks {sorted(waiting.values())} gave no answer within {self.timeout:.0f} s")
         for pipe in ready:
-            rank = waiting[pipe]  # type: ignore[index]
+            rank = waiting[pipe]
             try:
-                kind, value = pipe.recv()  # type: ignore[union-attr]
+                kind, value = self._pipes[rank].recv()
             except (EOFError, ConnectionResetError):
                 code = self._workers[rank].exitcode
                 self._workers[rank].join(5)
                 code = self._workers[rank].exitcode if code is None else code
                 raise WorkerFailed(f"rank {rank} died (exit code {code}); the others were stopped") from None
             if kind == "refused":
+                assert isinstance(value, Error)
                 raise value
             if kind == "failed":
                 raise WorkerFailed(f"rank {rank} failed:\n{value}")
@@ -125,7 +126,8 @@ def _serve(rank: int, count: int, folder: str, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    store = dist.FileStore(os.path.join(folder, "store"), count)
+    store = dist.FileStore(  # type: ignore[attr-defined]
+        os.path.join(folder, "store"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
     while True:
         try:

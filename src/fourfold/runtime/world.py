@@ -5,12 +5,17 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fourfold.errors import InvalidInput
 from fourfold.plan.mesh import Mesh
+
+# newer torch renamed these two; the old names still work there, with a warning
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("FOURFOLD_TIMEOUT", "300")))
 

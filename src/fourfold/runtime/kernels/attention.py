@@ -31,7 +31,7 @@ def _kept(x: Tensor, dim: int) -> list[int]:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any, log: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, log: bool) -> Tensor:
         y = joint_log_softmax(x, dim, group)
         ctx.dim, ctx.group, ctx.log = dim, group, log
         y = y if log else y.exp()

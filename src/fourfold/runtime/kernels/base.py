@@ -148,7 +148,7 @@ class _Attached(torch.autograd.Function):
 def attached(value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """`value`, made to depend on `tensors` with zero gradient."""
     if value.is_floating_point() and any(t.requires_grad for t in tensors):
-        return _Attached.apply(value, *tensors)  # type: ignore[no-any-return]
+        return _Attached.apply(value, *tensors)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -188,7 +188,7 @@ def _result_dtype(step: Compute, local: Local, index: int) -> torch.dtype | None
 def plain(step: Compute, local: Local) -> Run:
     arguments, call = Arguments(step, local), overload(step.op.target)
     if arguments.flat and not arguments.named and arguments.at == list(range(len(arguments.args))) and not arguments.kwargs:
-        return call  # type: ignore[no-any-return]
+        return call
 
     def run(*tensors: Tensor) -> Any:
         args, kwargs = arguments.fill(tensors)

@@ -55,14 +55,14 @@ def conv(step: Compute, local: Local) -> Run:
 
     def run(x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
         if plain:
-            return call(x, w, bias[0] if bias else None, stride, padding, dilation, groups)  # type: ignore[operator,no-any-return]
+            return call(x, w, bias[0] if bias else None, stride, padding, dilation, groups)
         if empty:
             y = attached(x.new_zeros(shape), (x, w))
         else:
             padded = F.pad(x, before_after) if any(before_after) else x
             if adds:
-                return call(padded, w, bias[0] if bias else None, stride, padding, dilation, groups)  # type: ignore[operator,no-any-return]
-            y = call(padded, w, None, stride, padding, dilation, groups)  # type: ignore[operator]
+                return call(padded, w, bias[0] if bias else None, stride, padding, dilation, groups)
+            y = call(padded, w, None, stride, padding, dilation, groups)
         return _bias_apart(step, local, y, bias, adds, count)
 
     return run
@@ -90,11 +90,11 @@ def conv_transpose(step: Compute, local: Local) -> Run:
 
     def run(x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
         if plain:
-            return call(x, w, bias[0] if bias else None, stride, padding, extra, groups, dilation)  # type: ignore[operator,no-any-return]
+            return call(x, w, bias[0] if bias else None, stride, padding, extra, groups, dilation)
         if empty:
             y = attached(x.new_zeros(shape), (x, w))
         else:
-            y = call(x, w, None, stride, padding, extra, groups, dilation)  # type: ignore[operator]
+            y = call(x, w, None, stride, padding, extra, groups, dilation)
             y = F.pad(y, crop) if any(crop) else y
         return _bias_apart(step, local, y, bias, adds, count)
 

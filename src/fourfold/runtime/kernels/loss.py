@@ -28,7 +28,7 @@ class _PickedLoss(torch.autograd.Function):
     """Negative log-likelihood with the classes divided over a group; the result is the same on all its ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, at: Tensor, group: Any) -> Tensor:
         logp = joint_log_softmax(x, 1, group)
         mine = (at >= 0).unsqueeze(1)
         index = at.clamp(min=0).unsqueeze(1)
@@ -138,6 +138,6 @@ def elementwise_loss(step: Compute, local: Local) -> Run:
             args.append(kwargs.pop("reduction", MEAN) if len(args) == at else None)
         args[at] = SUM
         total = call(*args, **{k: v for k, v in kwargs.items() if k != "reduction"})
-        return total / count if detail["reduction"] == MEAN else total  # type: ignore[no-any-return]
+        return total / count if detail["reduction"] == MEAN else total
 
     return run

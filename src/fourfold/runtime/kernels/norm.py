@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fourfold.plan.program import Compute
 from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, kernel, overload, plain
+from fourfold.runtime.world import all_gather_single
 
 
 def _moments(x: Tensor, dims: list[int], counts: list[int], group: Any) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,7 @@ def _moments(x: Tensor, dims: list[int], counts: list[int], group: Any) -> tuple
         shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
         variance, mean = x.new_zeros(shape), x.new_zeros(shape)
     parts = x.new_empty((len(counts), 2, mean.numel()))
-    dist.all_gather_into_tensor(parts.view(-1), torch.cat([mean.reshape(-1), variance.reshape(-1)]), group=group)
+    all_gather_single(parts.view(-1), torch.cat([mean.reshape(-1), variance.reshape(-1)]), group=group)
     weight = torch.tensor(counts, dtype=x.dtype, device=x.device).view(-1, 1) / sum(counts)
     total = (parts[:, 0] * weight).sum(0)
     spread = ((parts[:, 1] + (parts[:, 0] - total).square()) * weight).sum(0)
@@ -32,7 +33,7 @@ class _BatchNorm(torch.autograd.Function):
     """Batch norm with the moments of all ranks; weight and bias gradients are this rank's share."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], group: Any, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance = (t.reshape(-1) for t in _moments(x, [0, *range(2, x.dim())], counts, group))
@@ -69,7 +70,7 @@ class _Normalize(torch.autograd.Function):
     """``(x - mean) / std`` (or ``x / rms``) over dims and ranks, without the affine part."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, dims: list[int], counts: list[int], group: Any, eps: float, centred: bool
     ) -> Tensor:
         if centred:
@@ -126,7 +127,7 @@ def batch_norm(step: Compute, local: Local) -> Run:
             with torch.no_grad():
                 _track(running_mean, mean, momentum)
                 _track(running_var, variance * (total / max(total - 1, 1)), momentum)
-        return y  # type: ignore[no-any-return]
+        return y
 
     return run
 
@@ -169,7 +170,7 @@ def group_norm(step: Compute, local: Local) -> Run:
         def local_groups(*tensors: Tensor) -> Tensor:
             args, kwargs = arguments.fill(tensors)
             args[1] = groups
-            return call(*args, **kwargs)  # type: ignore[no-any-return]
+            return call(*args, **kwargs)
 
         return local_groups
     group = local.world.group(axes)

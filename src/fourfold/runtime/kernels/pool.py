@@ -52,8 +52,8 @@ def max_pool(step: Compute, local: Local) -> Run:
 
     def run(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         x = F.pad(_fit(x, step, local), borders, value=-math.inf) if any(borders) else _fit(x, step, local)
-        y = call(x, detail["kernel"], detail["stride"], 0, detail["dilation"])  # type: ignore[operator]
-        return (y, torch.zeros_like(y, dtype=torch.long)) if many else y  # type: ignore[no-any-return]
+        y = call(x, detail["kernel"], detail["stride"], 0, detail["dilation"])
+        return (y, torch.zeros_like(y, dtype=torch.long)) if many else y
 
     return run
 

@@ -1,0 +1,266 @@
+"""The Python interface: a module and a plan become a `Parallel` that trains with the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fourfold.errors import InvalidInput
+from fourfold.graph import Graph
+from fourfold.graph.capture import Inputs, Loss, batch_of, capture
+from fourfold.plan import Plan, lower, named
+from fourfold.plan.layout import Layout
+from fourfold.runtime.execute import Executor
+from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.materialise import cut, loader
+from fourfold.runtime.world import World
+
+Named = list[tuple[str, Tensor]]
+OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
+)  # fmt: skip
+"""Optimizers whose update of an element depends on that element alone: exact on any shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Plans in order of preference."""
+
+    candidates: tuple[Plan, ...]
+
+    @property
+    def best(self) -> Plan:
+        return self.candidates[0]
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    targets: tuple[Tensor, ...] = (),
+    loss: Loss | None = None,
+    strategy: str,
+    devices: int,
+    batch: int | None = None,
+) -> Ranking:
+    """The plan of a named strategy for a model. Module and tensors may be on meta."""
+    graph = capture(model, inputs, targets, loss)
+    chosen = named(strategy, graph, ranks=devices, batch=batch or batch_of(inputs))
+    return Ranking(candidates=(replace(chosen, signature=_signature(inputs, targets)),))
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    device: torch.device | None = None,
+    graph: Graph | None = None,
+    seed: int = 0,
+) -> Parallel:
+    """Bind a module to a plan on the ranks of the running process group (or on one rank without one).
+
+    The module is captured again and must be the one the plan was made for. Its tensors are used in place where a rank
+    holds them whole; a module on meta is initialised shard by shard.
+    """
+    if graph is None:
+        graph = capture(model, *_examples(plan, model), loss)
+    return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
+
+
+class Parallel:
+    """A module split over ranks. `optimizer` holds this rank's shards; `module` shows them under the original names."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        graph: Graph,
+        *,
+        loss: Loss | None,
+        optimizer: OptimizerFactory | None,
+        device: torch.device | None,
+        seed: int,
+    ) -> None:
+        self.plan, self.graph = plan, graph
+        self._model, self._loss = model, loss
+        self.program = lower(graph, plan)
+        self.world = World.join(plan.mesh, device=device, wanted=groups_of(self.program))
+        self._executor = Executor(
+            self.program, self.world, loader(model, self.world, seed=seed), randomness=Randomness(seed=seed)
+        )
+        self._evaluator: Executor | None = None
+        self._names = {key: name for name, key in self._executor.keys.items() if name in self._executor.state}
+        self.module = _tree({self._executor.keys[n]: t for n, t in self._executor.state.items()})
+        named_tensors = [(self._executor.keys[n], t) for n, t in self._executor.state.items() if t.requires_grad]
+        self.optimizer = self._checked(optimizer(named_tensors)) if optimizer is not None else None
+
+    def _checked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        sharded = [self._executor.keys[n] for n, layout in self.program.stored.items()
+                   if n in self._executor.keys and layout.sharded]  # fmt: skip
+        name = type(optimizer).__name__
+        if sharded and name not in ELEMENTWISE:
+            raise InvalidInput(
+                f"{name} is not known to update elements one by one, but {len(sharded)} parameters are sharded "
+                f"({sharded[0]}); use one of {', '.join(ELEMENTWISE)} or a plan that keeps them whole"
+            )
+        return optimizer
+
+    def local(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This rank's parts of a global batch (inputs, then targets)."""
+        return tuple(self._feeds(tensors).values())
+
+    def _feeds(self, tensors: Iterable[Any], graph: Graph | None = None) -> dict[str, Tensor]:
+        graph = graph or self.graph
+        flat = [t for t in pytree.tree_leaves(tuple(tensors)) if isinstance(t, Tensor)]
+        names = (*graph.inputs, *graph.targets)
+        if len(flat) != len(names):
+            raise InvalidInput(f"{len(flat)} tensors given, the model takes {len(graph.inputs)} inputs and "
+                               f"{len(graph.targets)} targets")  # fmt: skip
+        return {name: self._executor.cut(name, tensor) for name, tensor in zip(names, flat, strict=True)}
+
+    def forward_backward(self, *tensors: Any) -> Tensor:
+        """Forward, backward and gradient exchange, on whole tensors or this rank's parts; the result is the global loss."""
+        loss, _ = self._executor.forward_backward(self._feeds(tensors))
+        self._executor.randomness.step += 1
+        return loss
+
+    def step(self, *tensors: Any) -> Tensor:
+        """One training step."""
+        if self.optimizer is None:
+            raise InvalidInput("step() needs an optimizer; pass optimizer= to parallelize, or use forward_backward()")
+        loss = self.forward_backward(*tensors)
+        self.optimizer.step()
+        return loss
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that the norm over the whole model is at most `max_norm`; returns the norm before."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        grads = []
+        for name, tensor in self._executor.state.items():
+            if tensor.grad is None:
+                continue
+            grads.append(tensor.grad)
+            layout, coords = self.program.stored[name], self.world.coords
+            if all(coords[a] == 0 for a in self.world.mesh.names if a not in layout.sharded):  # count replicas once
+                total += tensor.grad.double().square().sum()
+        if dist.is_initialized() and self.world.mesh.size > 1:
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1:
+            torch._foreach_mul_(grads, float(scale))
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and whole outputs in eval mode, on the same ranks with the same shards."""
+        if self._evaluator is None:
+            self._evaluator = self._make_evaluator()
+        executor = self._evaluator
+        out = executor.forward(self._feeds(tensors))
+        program = executor.program
+        outputs = tuple(executor.whole(program.layouts[name], out[name]) for name in program.outputs)
+        return executor.total(out[program.graph.loss]), outputs
+
+    def _make_evaluator(self) -> Executor:
+        graph = capture(self._model, *_examples(self.plan, self._model), self._loss, train=False)
+        program = lower(graph, replace(self.plan, graph=graph.hash), like=self.program)
+        keys = {p.key: p.name for p in self.graph.parameters}
+        return Executor(program, self.world, lambda key, layout: self._executor.state[keys[key]].detach())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The original module's state_dict, whole, on every rank."""
+        out: dict[str, Tensor] = {}
+        original = self._model.state_dict()
+        aliases = dict(self.graph.aliases)
+        for key, value in original.items():
+            name = self._names.get(aliases.get(key, key))
+            if name is None:
+                out[key] = value  # not part of the graph: nothing trains it
+            else:
+                tensor = self._executor.state[name]
+                out[key] = self._executor.whole(self.program.stored[name], tensor).clone()
+        return out
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a whole state_dict with the original module's keys."""
+        aliases = dict(self.graph.aliases)
+        missing = [key for key in self._model.state_dict() if aliases.get(key, key) not in state and key not in state]
+        if missing:
+            raise InvalidInput(f"the state_dict lacks {len(missing)} keys, the first is '{missing[0]}'")
+        with torch.no_grad():
+            for key, name in self._names.items():
+                if key not in state:
+                    continue
+                tensor, layout = self._executor.state[name], self.program.stored[name]
+                if tuple(state[key].shape) != layout.shape:
+                    raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {layout.shape}")
+                tensor.copy_(cut(state[key].to(self.world.device), layout, self.world))
+
+
+def groups_of(program: Any) -> set[tuple[str, ...]]:
+    """Axes of every group the exchanges of a program use."""
+    moves = program.moves()
+    return {step.axes for m in moves for step in (*m.exchange.steps, *m.exchange.adjoint.steps) if step.axes}
+
+
+def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Modules named as in the original, holding this rank's tensors."""
+    root = nn.Module()
+    for key, tensor in tensors.items():
+        *path, leaf = key.split(".")
+        module = root
+        for name in path:
+            if name not in module._modules:
+                module.add_module(name, nn.Module())
+            module = module._modules[name]  # type: ignore[assignment]
+        if tensor.requires_grad:
+            module._parameters[leaf] = tensor  # type: ignore[assignment]
+        else:
+            module.register_buffer(leaf, tensor)
+    return root
+
+
+def _spec(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _signature(inputs: Inputs, targets: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Shapes and dtypes of the tensors a plan was made with, as plain data."""
+    given = inputs.items() if isinstance(inputs, Mapping) else [("", t) for t in inputs]
+    return {
+        "inputs": [[name, list(_spec(t)[0]), _spec(t)[1]] for name, t in given],
+        "targets": [["", list(_spec(t)[0]), _spec(t)[1]] for t in targets],
+    }
+
+
+def _examples(plan: Plan, model: nn.Module) -> tuple[Inputs, tuple[Tensor, ...]]:
+    """Tensors of the shapes in a plan's signature, for capturing."""
+    if not plan.signature:
+        raise InvalidInput("the plan does not say what inputs it was made with; pass graph= or plan again")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def tensor(row: Any) -> Tensor:
+        return torch.zeros(row[1], dtype=getattr(torch, row[2]), device=device)
+
+    rows = plan.signature["inputs"]
+    inputs: Any = {r[0]: tensor(r) for r in rows} if rows and rows[0][0] else tuple(tensor(r) for r in rows)
+    return inputs, tuple(tensor(r) for r in plan.signature["targets"])
+
+
+def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
+    """The plan with the shapes of its inputs written down."""
+    return replace(plan, signature=_signature(inputs, targets))
+
+
+__all__ = ["Layout", "Parallel", "Ranking", "parallelize", "plan", "signed"]

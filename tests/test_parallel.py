@@ -1,0 +1,150 @@
+"""The Python interface on real ranks: training steps, clipping, evaluation and state with the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fourfold as ff
+from fourfold.errors import InvalidInput
+from fourfold.runtime import parallel
+from fourfold.runtime.launch import Ranks
+
+
+class Net(nn.Module):
+    """Convolution, batch norm and a classifier, small enough for many steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 6 * 6, 5)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
+
+
+def sample(step: int = 0, batch: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(batch, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 5, (batch,), generator=generator)
+
+
+def build(device: str = "cpu") -> Net:
+    torch.manual_seed(1)
+    with torch.device(device):
+        return Net().double()
+
+
+def adamw(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-2)
+
+
+def planned(strategy: str, ranks: int, batch: int = 6) -> Any:
+    x, y = sample(batch=batch)
+    loss = nn.functional.cross_entropy
+    return parallel.plan(build("meta"), (x.to("meta"),), targets=(y.to("meta"),), loss=loss, strategy=strategy, devices=ranks).best
+
+
+def train(strategy: str, ranks: int, clip: float) -> dict[str, Any]:
+    run = ff.parallelize(build(), planned(strategy, ranks), loss=nn.functional.cross_entropy, optimizer=adamw)
+    losses, norms = [], []
+    for step in range(4):
+        x, y = sample(step)
+        losses.append(float(run.forward_backward(*run.local(x, y)) if step % 2 else run.forward_backward(x, y)))
+        norms.append(float(run.clip_grad_norm(clip)))
+        run.optimizer.step()
+    loss, outputs = run.evaluate(*sample(9))
+    again = ff.parallelize(build(), planned(strategy, ranks), loss=nn.functional.cross_entropy, optimizer=adamw)
+    again.load_state_dict(run.state_dict())
+    second, _ = again.evaluate(*sample(9))
+    shapes = {name: tuple(p.shape) for name, p in run.module.named_parameters()}
+    return {"losses": losses, "norms": norms, "eval": float(loss), "outputs": outputs[0], "state": run.state_dict(),
+            "again": float(second), "shapes": shapes}  # fmt: skip
+
+
+def reference(clip: float) -> dict[str, Any]:
+    model = build()
+    optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "unused" not in n], lr=1e-2)
+    losses, norms = [], []
+    for step in range(4):
+        x, y = sample(step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    model.eval()
+    x, y = sample(9)
+    outputs = model(x).detach()
+    return {"losses": losses, "norms": norms, "eval": float(nn.functional.cross_entropy(outputs, y)), "outputs": outputs,
+            "state": model.state_dict()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("data", 2), ("data", 4), ("filter", 2), ("channel", 3), ("spatial", 2),
+                                                 ("data+filter", 4), ("splitbrain:k=2", 4)])  # fmt: skip
+def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks: int) -> None:
+    want = reference(0.5)
+    with Ranks(ranks) as pool:
+        for got in pool(train, strategy, ranks, 0.5):
+            assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+            assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
+            assert got["eval"] == pytest.approx(want["eval"], rel=1e-9)
+            assert got["again"] == pytest.approx(want["eval"], rel=1e-9)
+            torch.testing.assert_close(got["outputs"], want["outputs"], rtol=1e-9, atol=1e-9)
+            assert list(got["state"]) == list(want["state"])
+            for key, value in want["state"].items():
+                torch.testing.assert_close(got["state"][key], value, rtol=1e-8, atol=1e-10)
+            if strategy == "filter":
+                assert got["shapes"]["conv.weight"] == (4, 3, 3, 3)
+
+
+def from_meta(strategy: str, ranks: int) -> dict[str, Tensor]:
+    run = ff.parallelize(build("meta"), planned(strategy, ranks), loss=nn.functional.cross_entropy, optimizer=adamw, seed=3)
+    run.step(*sample())
+    return {k: v for k, v in run.state_dict().items() if not k.startswith("unused")}
+
+
+def test_a_model_built_on_meta_is_initialised_alike_under_every_plan() -> None:
+    want = from_meta("data", 1)
+    assert want["conv.weight"].std() > 0.05
+    for strategy, ranks in [("filter", 2), ("data", 2)]:
+        with Ranks(ranks) as pool:
+            for got in pool(from_meta, strategy, ranks):
+                for key, value in want.items():
+                    torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10)
+
+
+class Coupled(torch.optim.SGD):
+    """An optimizer that is not known to be elementwise."""
+
+
+def refuse_coupled(strategy: str) -> str:
+    try:
+        ff.parallelize(build(), planned(strategy, 2), loss=nn.functional.cross_entropy,
+                       optimizer=lambda named: Coupled([p for _, p in named], 0.1))  # fmt: skip
+    except InvalidInput as error:
+        return str(error)
+    return "accepted"
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused_on_sharded_parameters_only() -> None:
+    with Ranks(2) as pool:
+        assert "Coupled" in pool(refuse_coupled, "filter")[0]
+        assert pool(refuse_coupled, "data") == ["accepted", "accepted"]
+
+
+def test_inputs_of_the_wrong_shape_are_named_with_both_shapes() -> None:
+    run = ff.parallelize(build(), planned("data", 1), loss=nn.functional.cross_entropy, optimizer=adamw)
+    with pytest.raises(InvalidInput, match=r"\(5, 3, 6, 6\).*\(6, 3, 6, 6\)"):
+        run.step(*sample(batch=5))
+
+
+def test_a_plan_for_more_ranks_than_run_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="needs 2 ranks"):
+        ff.parallelize(build(), planned("data", 2), loss=nn.functional.cross_entropy)
