@@ -67,6 +67,15 @@ class Own:
         """One `Own` per factor of the dim, if this division is a product of divisions of the factors."""
         return _own_factors(self, sizes)
 
+    def partition(self, mesh: Mesh) -> Own:
+        """This division if it holds every index exactly once, else an even one along the same axes."""
+        if sum(len(s) for s in self.sets) == self.size == len(self.project(()).sets[0]):
+            return self
+        own = Own.whole(self.size)
+        for axis in self.axes:
+            own = own.refine(mesh, axis)
+        return own
+
     @property
     def balanced(self) -> bool:
         """Whether no coordinate owns more than an even share, rounded up."""
@@ -190,6 +199,10 @@ class Layout:
     def stored(self) -> Layout:
         """As a stored tensor that feeds this need: replicas are the same everywhere."""
         return Layout(self.dims)
+
+    def kept(self, mesh: Mesh) -> Layout:
+        """As a parameter that feeds this need is kept: `stored`, but where windows overlap or leave rows out, every row once."""
+        return Layout(tuple(own.partition(mesh) for own in self.dims))
 
     def dim_of(self, axis: str) -> int | None:
         """The dim divided along an axis."""

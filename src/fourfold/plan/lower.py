@@ -192,7 +192,7 @@ class _Lowering:
         """The slot holding a value in the layout needed."""
         if name in self.free:
             if name in self.leaves:
-                self._store(name, need.stored)
+                self._store(name, need.kept(self.mesh) if name in self.parameters else need.stored)
             else:
                 op = self.graph.producer[name]
                 self._emit(op, self._offered(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)

@@ -181,14 +181,14 @@ def _all_to_all(step: Step, world: World) -> Mover:
     silent = all(
         t.peer == peer for peer in members for t in transfers(step, peer, incoming=True)
     )  # nothing travels in this group, and all its members know it
-    group = None if silent else world.group(step.axes)
+    group = world.group(step.axes)  # made by all ranks together, also where only other groups will use theirs
     add = not _tiles([t for t in incoming if t is not None], shape)
 
     def move(tensor: Tensor) -> Tensor:
         tensor, bools = _sendable(tensor)
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = incoming[me], outgoing[me]
-        if group is not None:
+        if not silent:
             pieces = [take(tensor, t.spans).reshape(-1) for k, t in enumerate(outgoing) if t is not None and k != me]
             packed = torch.cat(pieces) if pieces else tensor.new_empty(0)
             received = tensor.new_empty(sum(receives))
