@@ -53,7 +53,7 @@ def monai_unet(*, batch: int = 2, size: int = 16, width: int = 4, units: int = 2
     return _volume(module, batch, size, 3)
 
 
-def monai_basic_unet(*, batch: int = 2, size: int = 16, width: int = 4, dropout: float = 0.0) -> Example:
+def monai_basic_unet(*, batch: int = 2, size: int = 32, width: int = 4, dropout: float = 0.0) -> Example:
     """MONAI's BasicUNet in 3-D: two convolutions per level, affine instance norm, four poolings."""
     from monai.networks.nets import BasicUNet
 

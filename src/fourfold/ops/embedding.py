@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Loop, Nest, Window, rule
+from fourfold.ops.window import Shift
 
 
 @rule("embedding")
@@ -43,14 +44,84 @@ def index_select(op: Op, graph: Graph) -> Nest | None:
 
 @rule("gather")
 def gather(op: Op, graph: Graph) -> Nest | None:
-    x, ids = (graph.values[name].shape for name in op.operands[:2])
-    dim = op.args[1] % len(x)
-    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(ids) if d != dim and size == x[d])
-    names = {loop.name for loop in loops}
-
-    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        return tuple((f"i{d}",) if f"i{d}" in names else (size,) for d, size in enumerate(shape))
-
+    """Along the gathered dim every result row may read any row: the source is whole there, the indices may be divided."""
     if len(op.operands) != 2:
         return None
-    return Nest(loops=loops, operands=(dims(x), dims(ids)), results=(dims(ids),), saved=(1,))
+    x, ids = (graph.values[name].shape for name in op.operands)
+    dim = op.args[1] % len(x) if x else 0
+    if not x or not ids:
+        return None
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(ids) if d == dim or size == x[d])
+    names = {loop.name for loop in loops}
+    source: tuple[Dim, ...] = tuple((f"i{d}",) if f"i{d}" in names and d != dim else (n,) for d, n in enumerate(x))
+    result: tuple[Dim, ...] = tuple((f"i{d}",) if f"i{d}" in names else (n,) for d, n in enumerate(ids))
+    return Nest(loops=loops, operands=(source, result), results=(result,), saved=(1,))
+
+
+@rule("index.Tensor", "_unsafe_index.Tensor")
+def index(op: Op, graph: Graph) -> Nest | None:
+    """``x[i, :, j]``: indexed dims are read whole, the others and the indices' own dims may be divided.
+
+    An index that merely counts (``arange`` in some shape) reads row k for result row k: that dim is divided with it.
+    """
+    x, indices = graph.values[op.operands[0]].shape, op.args[1]
+    at = [d for d, item in enumerate(indices) if item is not None]
+    specs = [graph.values[indices[d].name] for d in at]
+    if not at or any(spec.dtype in ("bool", "uint8") for spec in specs):
+        return None
+    width = max(len(spec.shape) for spec in specs)
+    shape = tuple(max(_size(spec.shape, width, k) for spec in specs) for k in range(width))
+    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0
+    rest = [d for d in range(len(x)) if d not in at]
+    loops = [Loop(name=f"b{k}", size=size) for k, size in enumerate(shape)]
+    loops += [Loop(name=f"i{d}", size=x[d]) for d in rest]
+    source: dict[int, Dim] = {d: (f"i{d}",) for d in rest} | {d: (x[d],) for d in at}
+    counted: set[int] = set()
+    for d, spec in zip(at, specs, strict=True):
+        counts = _counts(graph, indices[d].name)
+        if counts is None or not 0 <= counts[1] <= x[d] - max(spec.shape):
+            continue
+        k = counts[0] + width - len(spec.shape)
+        if k not in counted:
+            counted.add(k)
+            source[d] = (Window(f"b{k}", Shift(size=x[d], start=counts[1], count=shape[k])),)
+    own: list[tuple[Dim, ...]] = []
+    for spec in specs:
+        skip = width - len(spec.shape)
+        own.append(tuple((f"b{skip + j}",) if n == shape[skip + j] else () for j, n in enumerate(spec.shape)))
+    lead, tail = [d for d in rest if d < first], [d for d in rest if d >= first]
+    result: tuple[Dim, ...] = (*((f"i{d}",) for d in lead), *((f"b{k}",) for k in range(width)), *((f"i{d}",) for d in tail))
+    return Nest(
+        loops=tuple(loops), operands=(tuple(source[d] for d in range(len(x))), *own), results=(result,), linear=(0,),
+        kernel="index", saved=tuple(range(1, len(own) + 1)), detail={"dims": tuple(at)},
+    )  # fmt: skip
+
+
+def _size(shape: tuple[int, ...], width: int, k: int) -> int:
+    """Size of dim k of a shape aligned at the right of `width` dims."""
+    at = k - (width - len(shape))
+    return shape[at] if at >= 0 else 1
+
+
+_SAME_VALUES = ("unsqueeze", "view", "reshape", "squeeze", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "add")
+
+
+def _counts(graph: Graph, name: str) -> tuple[int, int] | None:
+    """The dim along which a tensor counts up by one, all others being of size one, and its first value."""
+    shape, start = graph.values[name].shape, 0
+    long = [d for d, size in enumerate(shape) if size > 1]
+    if len(long) != 1:
+        return None
+    while (op := graph.producer.get(name)) is not None:
+        kind = op.target.split(".")[1]
+        if kind == "arange":
+            begin, step = (op.args[0], op.args[2] if len(op.args) > 2 else 1) if len(op.args) > 1 else (0, 1)
+            return (long[0], start + begin) if step == 1 and isinstance(begin, int) else None
+        if kind not in _SAME_VALUES or len(op.operands) != 1 or graph.values[op.operands[0]].numel != shape[long[0]]:
+            return None
+        if kind == "add":
+            if not isinstance(op.args[1], int) or op.kwargs:
+                return None
+            start += op.args[1]
+        name = op.operands[0]
+    return None

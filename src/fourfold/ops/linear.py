@@ -7,10 +7,10 @@ the leading dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, rule
 
 
 def _leading(shape: Sequence[int]) -> list[Loop]:
@@ -77,9 +77,11 @@ def matmul(op: Op, graph: Graph) -> Nest | None:
         return _vector_product(op, x, w)
     width = max(len(x), len(w)) - 2
     lead = call.result[:width]
+    heads = {i for i in range(1, width) if _aligned(x, lead, i) == _aligned(w, lead, i) == lead[i]}
+    domains = iter(range(width + 1))
     loops = [
-        *_leading(lead),
-        Loop(name="m", size=x[-2], labels=("batch",) if width == 0 else (f"domain:{width - 1}",)),
+        *(Loop(name=f"b{i}", size=n, labels=_lead_label(i, heads, domains)) for i, n in enumerate(lead)),
+        Loop(name="m", size=x[-2], labels=_lead_label(width, heads, domains)),
         Loop(name="f", size=w[-1], labels=("filter",)),
         Loop(name="c", size=x[-1], labels=("channel",), kind="sum"),
     ]
@@ -97,6 +99,19 @@ def matmul(op: Op, graph: Graph) -> Nest | None:
         flops=2 * math.prod(call.result) * x[-1],
         saved=(0, 1),
     )
+
+
+def _aligned(shape: tuple[int, ...], lead: tuple[int, ...], i: int) -> int:
+    """Size of an operand along leading dim i of the product; 1 where it lacks the dim."""
+    at = i - (len(lead) - (len(shape) - 2))
+    return shape[at] if at >= 0 else 1
+
+
+def _lead_label(i: int, heads: set[int], domains: Iterator[int]) -> tuple[str, ...]:
+    """The first leading dim is the batch. Dims that both factors have are heads, divided as features; others are domain."""
+    if i == 0:
+        return ("batch",)
+    return ("filter",) if i in heads else (f"domain:{next(domains)}",)
 
 
 def _vector_product(op: Op, x: tuple[int, ...], w: tuple[int, ...]) -> Nest | None:
@@ -149,15 +164,11 @@ def einsum(op: Op, graph: Graph) -> Nest | None:
         for letter, size in zip(term, graph.values[name].shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 return None  # broadcasting a dim of size one
-    first = output[:1]
+    domains = iter(range(len(output)))
     loops = []
     for letter, size in sizes.items():
-        labels: tuple[str, ...] = ("batch",) if letter == first else ()
-        if letter not in output:
-            labels = ("channel",)
-        elif letter == output[-1] and letter != first:
-            labels = ("filter",)
-        loops.append(Loop(name=letter, size=size, labels=labels, kind="map" if letter in output else "sum"))
+        kind: Kind = "map" if letter in output else "sum"
+        loops.append(Loop(name=letter, size=size, labels=_letter_label(letter, terms, output, domains), kind=kind))
     return Nest(
         loops=tuple(loops),
         operands=tuple(tuple((letter,) for letter in term) for term in terms),
@@ -166,3 +177,13 @@ def einsum(op: Op, graph: Graph) -> Nest | None:
         flops=2 * math.prod(sizes.values()),
         saved=tuple(range(len(terms))),
     )
+
+
+def _letter_label(letter: str, terms: list[str], output: str, domains: Iterator[int]) -> tuple[str, ...]:
+    """Batch is the first letter of the output; letters of the first factor alone are domain; all others are features."""
+    if letter not in output:
+        return ("channel",)
+    if letter == output[0]:
+        return ("batch",)
+    alone = len(terms) > 1 and letter in terms[0] and not any(letter in term for term in terms[1:])
+    return (f"domain:{next(domains)}",) if alone else ("filter",)

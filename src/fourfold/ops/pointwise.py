@@ -48,6 +48,7 @@ def _saved(op: Op) -> tuple[int, ...]:
     "<pointwise>", "clone", "alias", "contiguous", "detach", "to", "_to_copy", "type_as", "lift_fresh_copy", "lift_fresh",
     "zeros_like", "ones_like", "full_like", "masked_fill", "fill", "copy", "where", "prelu_kernel", "celu", "selu",
     "relu6", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "log_sigmoid", "softplus", "logical_not", "square",
+    "__and__", "__or__", "__xor__", "__lshift__", "__rshift__",
 )  # fmt: skip
 def pointwise(op: Op, graph: Graph) -> Nest | None:
     if len(op.results) != 1:
@@ -73,6 +74,13 @@ def prelu(op: Op, graph: Graph) -> Nest | None:
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     weight: tuple[Dim, ...] = (("i1",),) if slope[0] > 1 else ((),)
     return Nest(loops=loops, operands=(dims, weight), results=(dims,), flops=graph.values[op.results[0]].numel, saved=(0, 1))
+
+
+@rule("rand", "randn")
+def random_creation(op: Op, graph: Graph) -> Nest | None:
+    """Random numbers from nothing (drop path): drawn like masks, alike under every split."""
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(graph.values[op.results[0]].shape))
+    return Nest(loops=loops, operands=(), results=(tuple((loop.name,) for loop in loops),), kernel="random", saved=(-1,))
 
 
 @rule("dropout", "feature_dropout", "alpha_dropout", "rand_like", "randn_like", "bernoulli", "native_dropout")

@@ -347,6 +347,23 @@ def along(op: Op, graph: Graph) -> Nest | None:
     return _along(op, graph, dim, results=len(op.results))
 
 
+@rule("diff")
+def diff(op: Op, graph: Graph) -> Nest | None:
+    """Differences along one dim, with rows put before or after: that dim stays whole, the others are independent."""
+    call = Call(op, graph, "input n dim prepend append")
+    x, y = call.shape("input"), call.result
+    dim = call.get("dim", -1) % len(x)
+    shapes = [graph.values[name].shape for name in op.operands]
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x) if d != dim)
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return tuple((size,) if d == dim else (f"i{d}",) for d, size in enumerate(shape))
+
+    return Nest(
+        loops=loops, operands=tuple(map(dims, shapes)), results=(dims(y),), linear=tuple(range(len(shapes))), flops=math.prod(y)
+    )
+
+
 @rule("tril", "triu")
 def triangle(op: Op, graph: Graph) -> Nest | None:
     x = graph.values[op.operands[0]].shape

@@ -122,9 +122,16 @@ class _Chooser:
         return {**splits, self.axis: "replicate"}
 
 
+def _keep_shared(nest: Nest, loop: str | None) -> bool:
+    """Keep a split along a loop that both factors of a product have (heads, windows, groups): it needs no exchange."""
+    if len(nest.operands) < 2 or not any(known.name == loop and known.kind == "map" for known in nest.loops):
+        return False
+    return all(any(loop in terms for terms in dims) for dims in nest.operands[:2])
+
+
 def _anchored(
     request: Request, mesh: Mesh, axis: str, prefer: Callable[[Op, Nest], tuple[str, ...]], inputs: Mapping[str, str],
-    keep: Callable[[Nest, str | None], bool] = lambda nest, loop: False,
+    keep: Callable[[Nest, str | None], bool] = _keep_shared,
 ) -> Plan:  # fmt: skip
     """Walk the graph once, let each anchor choose, and write the choices down as rules."""
     chooser = _Chooser(request, mesh, axis, prefer, keep=keep)

@@ -1,6 +1,8 @@
 """Kernels by op family, with the names of `ops`; importing the room registers them all."""
 
-from fourfold.runtime.kernels import attention, conv, linear, loss, norm, pool, random, shape
+from fourfold.runtime.kernels import attention, conv, embedding, linear, loss, norm, pool, random, shape
 from fourfold.runtime.kernels.base import Local, Randomness, build
 
-__all__ = ["Local", "Randomness", "attention", "build", "conv", "linear", "loss", "norm", "pool", "random", "shape"]
+__all__ = [
+    "Local", "Randomness", "attention", "build", "conv", "embedding", "linear", "loss", "norm", "pool", "random", "shape",
+]  # fmt: skip

@@ -104,27 +104,6 @@ def _drop_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: 
     return drop(weights, step.nest.detail["dropout"], step, local, square) @ v
 
 
-@kernel("embedding")
-def embedding(step: Compute, local: Local) -> Run:
-    table = local.box(step.needs[0])[0]
-    padding = step.nest.detail["padding"]
-    if not is_split(step, "v"):
-        return plain(step, local)
-    size = step.needs[0].shape[0]
-    place = torch.full((size,), -1, dtype=torch.long, device=local.device)
-    place[torch.tensor(list(table), dtype=torch.long, device=local.device)] = torch.arange(len(table), device=local.device)
-    pad = int(place[padding]) if padding >= 0 else -1
-
-    def run(weight: Tensor, ids: Tensor) -> Tensor:
-        if not len(table):
-            return (weight.sum() * 0).expand(*ids.shape, weight.shape[1])
-        at = place[ids]
-        rows = F.embedding(at.clamp(min=0), weight, pad if pad >= 0 else None)
-        return rows * (at >= 0).unsqueeze(-1)
-
-    return run
-
-
 @kernel("lstm")
 def lstm(step: Compute, local: Local) -> Run:
     arguments = Arguments(step, local)

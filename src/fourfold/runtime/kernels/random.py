@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,12 @@ def uniform(step: Compute, local: Local, layout: Layout, dtype: torch.dtype, *mo
     where = tuple(s.spans for s in local.box(layout))
     generator = local.randomness.generator(local.device, step.op.name, where, *more)
     return torch.rand(local.shape(layout), generator=generator, dtype=torch.float32, device=local.device).to(dtype)
+
+
+def normal(step: Compute, local: Local, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers, from two uniform ones each (Box and Muller)."""
+    radius = (-2 * torch.log1p(-uniform(step, local, layout, torch.float64))).sqrt()
+    return (radius * torch.cos(2 * math.pi * uniform(step, local, layout, torch.float64, "angle"))).to(dtype)
 
 
 def drop(x: Tensor, p: float, step: Compute, local: Local, layout: Layout, *more: object) -> Tensor:
@@ -42,8 +50,14 @@ def random(step: Compute, local: Local) -> Run:
 
             layout = Layout((*layout.dims[:2], *(Own.whole(1) for _ in layout.dims[2:])))
         return lambda x: drop(x, p, step, local, layout)
+    if name in ("rand", "randn"):
+        draw = uniform if name == "rand" else normal
+        dtype = local.dtype(step.dtypes[0])
+        return lambda: draw(step, local, layout, dtype)
     if name == "rand_like":
         return lambda x: uniform(step, local, layout, x.dtype)
+    if name == "randn_like":
+        return lambda x: normal(step, local, layout, x.dtype)
     if name == "bernoulli":
         given = args[1] if len(args) > 1 else step.op.kwargs.get("p")
         return lambda x: (uniform(step, local, layout, x.dtype) < (x if given is None else given)).to(x.dtype)
