@@ -59,6 +59,10 @@ class Plan:
                                    f"{nearest(axis, self.mesh.names)}")  # fmt: skip
         if self.batch < 1:
             raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
+        for run in self.passes:
+            if run.axis not in self.mesh.names or not isinstance(run.count, int) or run.count < 1:
+                raise InvalidInput(f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one of "
+                                   f"{', '.join(self.mesh.names)} and a whole number of at least 1")  # fmt: skip
 
     def split_of(self, op: Op) -> dict[str, str]:
         """The splits the rules give an op, by axis."""
@@ -81,6 +85,11 @@ class Plan:
             if not any(matches(pattern, op) for op in graph.ops):
                 names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
                 raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
+        paths = [op.path for op in graph.ops]
+        for run in self.passes:
+            if run.first not in paths:
+                raise InvalidInput(f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; "
+                                   f"`fourfold inspect` lists them")  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         return {

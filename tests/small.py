@@ -1,0 +1,99 @@
+"""Small built-in models, captured once per session, and trials of plans against one rank."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.graph import Graph
+from fourfold.graph.capture import capture
+from fourfold.models import MODELS, Example
+from fourfold.plan import Plan, Program, lower, named
+from fourfold.runtime.compare import worst_error
+from fourfold.runtime.trial import Task, Trial, run_task
+from ranks import pool
+
+SMALL: dict[str, dict[str, Any]] = {
+    "vgg16-cifar": {"batch": 8, "width": 64, "channels": 8},
+    "resnet50": {"batch": 4, "image": 64, "width": 16, "classes": 10},
+    "unet3d": {"batch": 4, "size": 16, "width": 4},
+    "cosmoflow": {"batch": 4, "size": 32, "width": 8},
+    "gnmt": {"batch": 4, "width": 32, "vocabulary": 101, "length": 9},
+    "gpt2": {"batch": 4, "layers": 2, "width": 48, "heads": 6, "vocabulary": 101, "length": 16},
+}
+
+
+@cache
+def example(name: str) -> Example:
+    torch.manual_seed(0)
+    return MODELS[name](**SMALL[name])
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    """Captured on meta: no weights are needed to plan."""
+    with torch.device("meta"):
+        return capture(*MODELS[name](**SMALL[name]))
+
+
+def batch_of(name: str) -> int:
+    return int(SMALL[name]["batch"])
+
+
+@cache
+def planned(name: str, strategy: str, ranks: int) -> tuple[Plan, Program]:
+    plan = named(strategy, graph_of(name), ranks=ranks, batch=batch_of(name))
+    return plan, lower(graph_of(name), plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model with its data on disk and what one rank made of it."""
+
+    task: Task
+    start: dict[str, Tensor]
+    reference: Trial
+
+    def errors(self, plan: Plan) -> dict[str, float]:
+        """Run a plan on local ranks; the worst error of each kind against one rank, in float64."""
+        result = str(Path(self.task.data).with_name("got.pt"))
+        pool(plan.mesh.size)(run_task, replace(self.task, plan=plan, result=result))
+        got: Trial = torch.load(result, weights_only=False)
+        reference = self.reference
+        losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, reference.losses, strict=True))
+        return {
+            "loss": losses,
+            "outputs": worst_error(got.outputs, reference.outputs).error,
+            "gradients": worst_error(got.gradients, reference.gradients).error,
+            "parameters": worst_error(got.first_state, reference.first_state, self.start).error,
+        }
+
+
+def subject(graph: Graph, start: dict[str, Tensor], inputs: list[Tensor], batch: int) -> Subject:
+    folder = tempfile.mkdtemp(prefix="fourfold-test-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    data, result = f"{folder}/data.pt", f"{folder}/reference.pt"
+    torch.save({"state": start, "inputs": inputs}, data)
+    task = Task(graph=graph, plan=named("data", graph, ranks=1, batch=batch), data=data, result=result, steps=2)
+    run_task(task)
+    return Subject(task=task, start=start, reference=torch.load(result, weights_only=False))
+
+
+@cache
+def built_in(name: str) -> Subject:
+    model = example(name)
+    state = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+    start = {key: tensor.detach().clone() for key, tensor in state.items()}
+    return subject(graph_of(name), start, [*model.inputs, *model.targets], batch_of(name))
+
+
+def assert_equal(errors: dict[str, float]) -> None:
+    assert all(error <= 1e-9 for error in errors.values()), errors
