@@ -4,6 +4,7 @@ tests.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,10 +85,12 @@ def run_trial(task: Task, program: Any, world: World, state: Mapping[str, Tensor
     feeds = {name: executor.cut(name, tensor) for name, tensor in zip(names, inputs, strict=True)}
     parameters = [t for t in executor.state.values() if t.requires_grad]
     optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
-    trial = Trial()
+    trial = Trial(facts={"seconds": []})
     for step in range(task.steps):
         executor.randomness.step = step
+        begun = time.perf_counter()
         loss, out = executor.forward_backward(feeds)
+        spent = time.perf_counter() - begun
         trial.losses.append(float(loss))
         if step == 0:
             layouts = program.layouts
@@ -97,8 +100,10 @@ def run_trial(task: Task, program: Any, world: World, state: Mapping[str, Tensor
                 for n, t in executor.state.items()
                 if t.grad is not None
             }
+        begun = time.perf_counter()
         if optimizer is not None:
             optimizer.step()
+        trial.facts["seconds"].append(spent + time.perf_counter() - begun)
         if step == 0:
             trial.first_state = whole_state(executor)
     trial.state = whole_state(executor)

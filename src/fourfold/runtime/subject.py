@@ -1,0 +1,63 @@
+"""What a command works on: a module with its data, and the graph captured from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import InvalidInput
+from fourfold.graph import Graph
+from fourfold.graph.capture import WithLoss, capture
+from fourfold.models.material import materialise
+from fourfold.models.spec import Case, build
+from fourfold.plan import Plan, named
+from fourfold.runtime.parallel import signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A MODEL text, the case it names and its graph."""
+
+    text: str
+    case: Case
+    graph: Graph
+
+    @property
+    def batch(self) -> int:
+        return self.case.batch
+
+    @property
+    def name(self) -> str:
+        """The model without its arguments."""
+        return self.text.partition(",")[0]
+
+    def plan(self, strategy: str, *, ranks: int) -> Plan:
+        plan = named(strategy, self.graph, ranks=ranks, batch=self.batch, model=self.text)
+        return signed(plan, self.case.inputs, self.case.targets)
+
+
+def subject(text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None) -> Subject:
+    """Build and capture. Without `data`, shapes are enough: built-ins are made on meta and allocate nothing."""
+    case = build(text, batch=batch, seed=seed, meta=not data)
+    if data:
+        case = materialise(case, seed=seed)
+    captured = graph or capture(case.module, case.inputs, case.targets, case.loss)
+    if captured.batch is not None and captured.batch != case.batch:
+        raise InvalidInput(f"{text} fixes its batch at {captured.batch}, {case.batch} asked for; use --batch {captured.batch}")
+    return Subject(text=text, case=case, graph=captured)
+
+
+def stored_tensors(case: Case) -> dict[str, Tensor]:
+    """Parameters and buffers by the keys a graph knows them by; tied ones once."""
+    whole = WithLoss(case.module, case.loss)
+    return {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
+
+
+def save_data(case: Case, path: Path) -> dict[str, Tensor]:
+    """Write the initial state and the whole inputs for the ranks to read; the state is also the answer."""
+    state = {key: tensor.detach().clone() for key, tensor in stored_tensors(case).items()}
+    torch.save({"state": state, "inputs": [t.detach() for t in case.tensors]}, path)
+    return state

@@ -1,0 +1,240 @@
+"""Does a plan give the numbers of one device? The meaning of "equal", check by check.
+
+float64: loss, outputs and gradients of the first step, and parameters and buffers after it, within 1e-9; after the last
+step within ``max(1e-9, 10 x floor)``. The floor is how far one process drifts when its inputs move by one unit in the
+last place. float32: the distance to the float64 reference is at most twice that of one-process float32. That distance is
+a matter of luck (one ReLU that rounds to the other side of zero moves a small gradient by a part in a thousand), so where
+the plain run does not vouch for a result, a few more are made with inputs moved by one unit in the last place.
+
+Parameters and buffers are compared by their change since the start, in units of that change, but of no less than the
+root mean square of all changes: what stands before a batch norm has a gradient of zero, its change is rounding alone, and
+so is its relative error. Trainable parameters and float buffers have each a mean of their own; integers must be the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import InvalidInput, nearest
+from fourfold.plan import Plan, Program, lower
+from fourfold.runtime.compare import Worst, worst_error
+from fourfold.runtime.crew import Crew
+from fourfold.runtime.reference import Reference
+from fourfold.runtime.subject import Subject, save_data
+from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_task
+
+TIGHT = 1e-9
+DRIFT = 10.0  # times the floor, after the last step
+TWICE = 2.0  # times the distance of one-process float32
+ULPS = 4 * 2.0**-23  # a float32 distance below a few units in the last place is no distance
+DRAWS = 8  # one-process float32 runs tried before a float32 check is called failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One comparison: what (loss, output, gradient, parameter, buffer), after which step, how far, and how far is allowed."""
+
+    what: str
+    step: int
+    error: float
+    limit: float
+    tensor: str
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What `verify` found."""
+
+    checks: tuple[Check, ...]
+    reference: str
+    noise_floor: float
+    seconds: float
+    program: Program
+
+    @property
+    def equal(self) -> bool:
+        return all(check.holds for check in self.checks)
+
+    @property
+    def worst(self) -> Check:
+        """The check nearest to its limit, or farthest past it."""
+        return max(self.checks, key=lambda c: (not c.holds, c.error / c.limit if math.isfinite(c.error) else math.inf))
+
+    def error(self, *kinds: str) -> float:
+        return max((c.error for c in self.checks if c.what in kinds), default=0.0)
+
+
+def verify(
+    subject: Subject,
+    plan: Plan,
+    ranks: Crew,
+    *,
+    reference: Reference,
+    precision: str = "fp64",
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Verdict | None:
+    """Run the plan on the ranks and compare. `reference` holds optimizer and steps and may be reused for other plans.
+
+    Under torchrun the result is None on every rank but the first.
+    """
+    check_request(plan, precision=precision, optimizer=reference.optimizer, steps=reference.steps, ranks=ranks.count)
+    program = lower(subject.graph, plan)
+    with tempfile.TemporaryDirectory(prefix="fourfold-", dir=folder) as temporary:
+        data, result = Path(temporary, "data.pt"), Path(temporary, "trial.pt")
+        save_data(subject.case, data)
+        task = Task(
+            graph=subject.graph,
+            plan=plan,
+            data=str(data),
+            precision=precision,
+            optimizer=reference.optimizer,
+            steps=reference.steps,
+            result=str(result),
+        )
+        say(f"running {reference.steps} steps on {ranks.count} ranks")
+        facts = ranks(run_task, task)
+        if not result.exists():
+            return None
+        got: Trial = torch.load(result, weights_only=False)
+    say("running the reference on one process")
+    checks, floor = _checks(got, reference, precision, {p.key for p in subject.graph.parameters if p.trainable})
+    seconds = statistics.median(max(step) for step in zip(*(f["seconds"] for f in facts), strict=True))
+    return Verdict(checks=tuple(checks), reference=reference.kind, noise_floor=floor, seconds=seconds, program=program)
+
+
+def check_request(plan: Plan, *, precision: str, optimizer: str, steps: int, ranks: int) -> None:
+    """Refuse what cannot run before any rank is started."""
+    if precision not in PRECISIONS:
+        raise InvalidInput(f"unknown precision '{precision}'{nearest(precision, PRECISIONS)}; known: {', '.join(PRECISIONS)}")
+    optimizer_named(optimizer)
+    if steps < 1:
+        raise InvalidInput(f"--steps {steps}; use at least 1")
+    if plan.mesh.size != ranks:
+        raise InvalidInput(
+            f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, --ranks is {ranks}; "
+            f"use --ranks {plan.mesh.size} or plan for {ranks} devices"
+        )
+
+
+def _checks(got: Trial, reference: Reference, precision: str, trainable: set[str]) -> tuple[list[Check], float]:
+    exact = _Measure(reference.exact, reference.start, trainable)
+    mine = exact.of(_completed(got, reference))
+    if precision == "fp64":
+        drift = exact.of(reference.perturbed)
+        return _against(mine, {key: _limit64(key, w.error, reference) for key, w in drift.items()}), _largest(drift)
+    own: dict[tuple[str, int], float] = dict.fromkeys(mine, 0.0)
+    checks: list[Check] = []
+    for draw in range(DRAWS):
+        own = {key: max(own[key], w.error) for key, w in exact.of(reference.single(draw)).items()}
+        checks = _against(mine, {key: max(TWICE * distance, ULPS) for key, distance in own.items()})
+        if all(check.holds for check in checks):
+            break
+    return checks, max(own.values())
+
+
+def _against(found: Mapping[tuple[str, int], Worst], limits: Mapping[tuple[str, int], float]) -> list[Check]:
+    return [
+        Check(what=what, step=step, error=w.error, limit=limits[what, step], tensor=w.tensor)
+        for (what, step), w in found.items()
+    ]
+
+
+def _largest(errors: Mapping[tuple[str, int], Worst]) -> float:
+    return max(w.error for w in errors.values())
+
+
+def _limit64(key: tuple[str, int], drift: float, reference: Reference) -> float:
+    """The first step is held to 1e-9. AdamW divides by the gradient's own size, so a gradient of pure rounding moves its
+    parameter visibly: under it parameters may drift in the first step already."""
+    what, step = key
+    normalised = reference.optimizer == "adamw" and what == "parameter"
+    return max(TIGHT, DRIFT * drift) if step > 1 or normalised else TIGHT
+
+
+class _Measure:
+    """Distances of a trial from the float64 reference, by kind and step."""
+
+    def __init__(self, reference: Trial, start: Mapping[str, Tensor], trainable: set[str]) -> None:
+        self.reference, self.start, self.trainable = reference, start, trainable
+
+    def of(self, trial: Trial) -> dict[tuple[str, int], Worst]:
+        reference, last = self.reference, len(self.reference.losses)
+        out = {
+            ("loss", 1): _loss(trial.losses[:1], reference.losses[:1]),
+            ("output", 1): worst_error(trial.outputs, reference.outputs),
+            ("gradient", 1): worst_error(trial.gradients, _with_zeros(reference.gradients, trial.gradients)),
+            **self._state(trial.first_state, reference.first_state, 1),
+        }
+        if last > 1:
+            out["loss", last] = _loss(trial.losses[1:], reference.losses[1:])
+            out.update(self._state(trial.state, reference.state, last))
+        return out
+
+    def _state(self, got: Mapping[str, Tensor], reference: Mapping[str, Tensor], step: int) -> dict[tuple[str, int], Worst]:
+        parameters = {k: t for k, t in reference.items() if k in self.trainable}
+        rest = {k: t for k, t in reference.items() if k not in self.trainable}
+        floats = {k: t for k, t in rest.items() if t.is_floating_point()}
+        buffers = worst_error(got, floats, self.start)
+        for key in rest.keys() - floats.keys():
+            if not torch.equal(got[key], reference[key]):
+                buffers = Worst(error=math.inf, tensor=key)
+        return {("parameter", step): worst_error(got, parameters, self.start), ("buffer", step): buffers}
+
+
+def _completed(trial: Trial, reference: Reference) -> Trial:
+    """The trial with the tensors that are in the module but not in the graph: no step has touched them."""
+    return replace(
+        trial,
+        first_state={**reference.start, **trial.first_state},
+        state={**reference.start, **trial.state},
+    )
+
+
+def _with_zeros(reference: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A gradient that the reference does not have is zero."""
+    return {**{k: torch.zeros_like(g) for k, g in got.items()}, **reference}
+
+
+def _loss(got: list[float], reference: list[float]) -> Worst:
+    errors = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(got, reference, strict=True)]
+    finite = all(map(math.isfinite, [*got, *reference]))
+    return Worst(error=max(errors) if finite else math.inf, tensor="loss")
+
+
+def facts_of(verdict: Verdict) -> dict[str, Any]:
+    """The figures of a verdict under the keys that scripts rely on."""
+    worst, program = verdict.worst, verdict.program
+    return {
+        "equal": verdict.equal,
+        "loss_error": verdict.error("loss"),
+        "gradient_error": verdict.error("gradient"),
+        "parameter_error": verdict.error("parameter", "buffer"),
+        "output_error": verdict.error("output"),
+        "noise_floor": verdict.noise_floor,
+        "worst": {"tensor": worst.tensor, "what": worst.what, "step": worst.step, "error": worst.error, "limit": worst.limit},
+        "reference": verdict.reference,
+        "checks": [
+            {"what": c.what, "step": c.step, "error": c.error, "limit": c.limit, "tensor": c.tensor} for c in verdict.checks
+        ],
+        "split_flops_fraction": program.split_flops_fraction,
+        "ops_replicated": [c.op.path for c in program.replicated],
+        "replicated_bytes": sum(program.graph.values[n].bytes for c in program.replicated for n in c.op.operands),
+        "predicted_seconds": None,
+        "measured_seconds": verdict.seconds,
+        "predicted_peak_bytes": None,
+        "measured_peak_bytes": None,
+    }
