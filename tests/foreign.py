@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from fourfold.models.example import Example, class_loss, integers, normal, token_loss
 
+DEVIATION = 0.1  # of the initial weights: large enough that a small model's gradients are not all but zero
+
 
 class Logits(nn.Module):
     """A `transformers` model as a function of tensors: keyword names for the inputs, logits for the answer."""
@@ -29,6 +31,7 @@ class Logits(nn.Module):
 def _wrapped(kind: str, config: Any, *names: str, **settings: Any) -> Logits:
     import transformers
 
+    config.initializer_range = DEVIATION
     auto = getattr(transformers, kind)
     return Logits(auto.from_config(config, **settings), names)
 
@@ -87,7 +90,10 @@ def convnext(
 
     depths = [depth, depth, 3 * depth, depth]
     sizes = [width * 2**i for i in range(4)]
-    config = ConvNextConfig(hidden_sizes=sizes, depths=depths, num_labels=classes, drop_path_rate=drop_path, image_size=image)
+    config = ConvNextConfig(
+        hidden_sizes=sizes, depths=depths, num_labels=classes, drop_path_rate=drop_path, image_size=image,
+        layer_scale_init_value=0.5,
+    )  # fmt: skip
     return _picture_classes("AutoModelForImageClassification", config, batch, image)
 
 
