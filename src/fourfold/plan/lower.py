@@ -89,7 +89,7 @@ class _Lowering:
                 dim = batch if split == "batch" else domains.get(split)
                 if split.startswith("dim:") and name in self.symbolic.inputs and int(split[4:]) < len(dims):
                     dim = int(split[4:])
-                if dim is not None and split != "replicate":
+                if dim is not None and split != "replicate" and self.mesh.extent(axis) > 1:
                     dims[dim] = dims[dim].refine(self.mesh, axis)
             layout = Layout(tuple(dims))
             if layout.sharded:
@@ -212,7 +212,8 @@ class _Lowering:
         return slot
 
     def _has_gradient(self, name: str) -> bool:
-        return self.graph.values[name].is_float and name not in (*self.graph.inputs, *self.graph.targets)
+        stored = self.parameters[name].trainable if name in self.parameters else name not in self.leaves
+        return stored and self.graph.values[name].is_float
 
     def _results(self) -> dict[str, str]:
         """Slots of loss, outputs and written buffers; free ones are placed now."""

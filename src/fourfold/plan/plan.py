@@ -61,8 +61,8 @@ class Plan:
             raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
         for run in self.passes:
             if run.axis not in self.mesh.names or not isinstance(run.count, int) or run.count < 1:
-                raise InvalidInput(f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one of "
-                                   f"{', '.join(self.mesh.names)} and a whole number of at least 1")  # fmt: skip
+                raise InvalidInput(f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one "
+                                   f"of {', '.join(self.mesh.names)} and a whole number of at least 1")  # fmt: skip
 
     def split_of(self, op: Op) -> dict[str, str]:
         """The splits the rules give an op, by axis."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import InvalidInput
@@ -58,7 +57,8 @@ class Executor:
         self._steps = _with_frees(program, [self._bound(step) for step in program.steps])
         loss = program.layouts[graph.loss]
         self._loss_axes = world.mesh.ordered(a for a in loss.partial if world.mesh.extent(a) > 1)
-        self._loss_group = world.group(self._loss_axes) if self._loss_axes else None
+        if self._loss_axes:
+            world.group(self._loss_axes)  # made now, by all ranks
 
     @property
     def randomness(self) -> Randomness:
@@ -122,11 +122,7 @@ class Executor:
 
     def total(self, loss: Tensor) -> Tensor:
         """The global loss from this rank's share."""
-        if self._loss_group is None:
-            return loss
-        loss = loss.clone()
-        dist.all_reduce(loss, group=self._loss_group)
-        return loss
+        return self.world.summed(loss, self._loss_axes) if self._loss_axes else loss
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole input, target or parameter; a tensor of the local shape is taken as the part itself."""

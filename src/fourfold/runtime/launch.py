@@ -11,8 +11,11 @@ import multiprocessing as mp
 import multiprocessing.connection as mpc
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -26,6 +29,8 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "10000000000",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+
+DEATH_SECONDS = 0.3
 
 
 class Ranks:
@@ -46,7 +51,7 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._folder = tempfile.mkdtemp(prefix="fourfold-")
-        with _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
+        with _interrupts_ignored(), _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
             for rank in range(self.count):
                 ours, theirs = context.Pipe()
                 worker = context.Process(target=_serve, args=(rank, self.count, self._folder, theirs), daemon=True)
@@ -58,10 +63,11 @@ class Ranks:
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._workers:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
         results: dict[int, Any] = {}
         try:
+            for pipe in self._pipes:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died since: its pipe says so below
+                    pipe.send((function, args))
             while len(results) < self.count:
                 self._collect(results)
         except BaseException:
@@ -79,16 +85,19 @@ class Ranks:
             try:
                 kind, value = self._pipes[rank].recv()
             except (EOFError, ConnectionResetError):
-                code = self._workers[rank].exitcode
-                self._workers[rank].join(5)
-                code = self._workers[rank].exitcode if code is None else code
-                raise WorkerFailed(f"rank {rank} died (exit code {code}); the others were stopped") from None
+                raise self._death(rank) from None
             if kind == "refused":
                 assert isinstance(value, Error)
                 raise value
             if kind == "failed":
-                raise WorkerFailed(f"rank {rank} failed:\n{value}")
+                time.sleep(DEATH_SECONDS)  # a rank that lost its peer often speaks before the peer is known to be dead
+                dead = [r for r, worker in enumerate(self._workers) if not worker.is_alive()]
+                raise self._death(dead[0]) if dead else WorkerFailed(f"rank {rank} failed:\n{value}")
             results[rank] = value
+
+    def _death(self, rank: int) -> WorkerFailed:
+        self._workers[rank].join(5)
+        return WorkerFailed(f"rank {rank} died ({_ending(self._workers[rank].exitcode)}); the others were stopped")
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -101,6 +110,25 @@ class Ranks:
             worker.join(5)
         self._workers, self._pipes = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}" + (": out of memory?" if -code == signal.SIGKILL else "")
+    return f"exit code {code}"
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches the whole group of processes; started like this, workers leave it to the parent, which ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

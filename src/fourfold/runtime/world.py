@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fourfold.errors import InvalidInput
 from fourfold.plan.mesh import Mesh
+from fourfold.runtime.board import CAPACITY, Board
 
 # newer torch renamed these two; the old names still work there, with a warning
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,6 +28,7 @@ class World:
     def __init__(self, mesh: Mesh, *, rank: int, device: torch.device, wanted: Iterable[tuple[str, ...]] = ()) -> None:
         self.mesh, self.rank, self.device = mesh, rank, device
         self.coords = mesh.coords(rank)
+        self._boards: dict[tuple[str, ...], Board | None] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for axes in sorted(set(wanted)):
             self._make("inline", axes)
@@ -62,6 +65,34 @@ class World:
     def group(self, axes: tuple[str, ...], purpose: str = "inline") -> dist.ProcessGroup:
         """The group of ranks along the axes that this rank belongs to; another purpose has its own communicator."""
         return self._make(purpose, axes)
+
+    def summed(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """The sum of a tensor over the ranks along the axes: a new tensor, added in rank order."""
+        rows = self._shared(tensor, axes)
+        if rows is not None:
+            return rows.sum(0, dtype=tensor.dtype)
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        if out.numel():
+            dist.all_reduce(out, group=self.group(axes))
+        return out
+
+    def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """Equal-sized tensors of the ranks along the axes, stacked in rank order."""
+        rows = self._shared(tensor, axes)
+        if rows is not None:
+            return rows
+        out = tensor.new_empty((self.extent(axes), *tensor.shape))
+        all_gather_single(out.view(-1), tensor.reshape(-1), group=self.group(axes))
+        return out
+
+    def _shared(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor | None:
+        """The gather through shared memory, for small tensors between ranks of one host."""
+        if tensor.device.type != "cpu" or not 0 < tensor.numel() * tensor.element_size() <= CAPACITY:
+            return None
+        if axes not in self._boards:
+            self._boards[axes] = Board.open(self.group(axes), TIMEOUT.total_seconds())
+        board = self._boards[axes]
+        return board.gather(tensor) if board is not None else None
 
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return self.mesh.group(self.rank, axes)

@@ -13,6 +13,7 @@ from fourfold.ops.loss import MEAN, NONE, SUM
 from fourfold.plan.program import Compute
 from fourfold.runtime.kernels.attention import joint_log_softmax
 from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel, overload, plain
+from fourfold.runtime.world import World
 
 
 @kernel("mean")
@@ -54,7 +55,8 @@ def cross_entropy(step: Compute, local: Local) -> Run:
     if not sums and not classes:
         return plain(step, local)
     arguments = Arguments(step, local)
-    group = local.world.group(sums) if sums else None
+    if sums:
+        local.world.group(sums)  # made now, by all ranks
     place = _places(step, local) if classes else None
     split = local.world.group(classes) if classes else None
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
@@ -75,7 +77,7 @@ def cross_entropy(step: Compute, local: Local) -> Run:
             return total
         if detail["soft"]:
             return total / (detail["rows"] * spatial)
-        return total / _denominator(target, weight, detail, total, group)
+        return total / _denominator(target, weight, detail, total, local.world, sums)
 
     return run
 
@@ -93,14 +95,14 @@ def _total(x: Tensor, target: Tensor, weight: Tensor | None, detail: Any) -> Ten
     )
 
 
-def _denominator(target: Tensor, weight: Tensor | None, detail: Any, total: Tensor, group: Any) -> Tensor:
+def _denominator(
+    target: Tensor, weight: Tensor | None, detail: Any, total: Tensor, world: World, axes: tuple[str, ...]
+) -> Tensor:
     """The sum of the weights of all targets that count, on all ranks."""
     valid = target != detail["ignore"]
     with torch.no_grad():
         count = valid.sum().to(total.dtype) if weight is None else (weight[target.clamp(min=0)] * valid).sum().to(total.dtype)
-        if group is not None:
-            dist.all_reduce(count, group=group)
-    return count
+        return world.summed(count, axes) if axes else count
 
 
 def _places(step: Compute, local: Local) -> Tensor:

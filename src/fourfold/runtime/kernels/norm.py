@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plan.program import Compute
 from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, kernel, overload, plain
-from fourfold.runtime.world import all_gather_single
+from fourfold.runtime.world import World
 
 
-def _moments(x: Tensor, dims: list[int], counts: list[int], group: Any) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance over `dims` and over the ranks of the group, joined without cancellation."""
-    if x.numel():
-        variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+@dataclass(frozen=True)
+class _Shares:
+    """Who brings how many values to one statistic: the ranks along some axes."""
+
+    world: World
+    axes: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return self.world.summed(tensor, self.axes)
+
+
+def _moments(rows: Tensor, shares: _Shares) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of ``rows[0, k]`` for every k over all ranks, joined without cancellation."""
+    if rows.numel():
+        mean, variance = torch.batch_norm_update_stats(rows, None, None, 0.0)  # much faster than var_mean on a CPU
     else:
-        shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
-        variance, mean = x.new_zeros(shape), x.new_zeros(shape)
-    parts = x.new_empty((len(counts), 2, mean.numel()))
-    all_gather_single(parts.view(-1), torch.cat([mean.reshape(-1), variance.reshape(-1)]), group=group)
-    weight = torch.tensor(counts, dtype=x.dtype, device=x.device).view(-1, 1) / sum(counts)
+        mean, variance = rows.new_zeros(rows.shape[1]), rows.new_zeros(rows.shape[1])
+    parts = shares.world.gathered(torch.stack([mean, variance]), shares.axes)
+    weight = torch.tensor(shares.counts, dtype=rows.dtype, device=rows.device).view(-1, 1) / shares.total
     total = (parts[:, 0] * weight).sum(0)
-    spread = ((parts[:, 1] + (parts[:, 0] - total).square()) * weight).sum(0)
-    return total.view(mean.shape), spread.view(mean.shape)
+    return total, ((parts[:, 1] + (parts[:, 0] - total).square()) * weight).sum(0)
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -34,12 +48,12 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], group: Any, eps: float
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shares: _Shares, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = (t.reshape(-1) for t in _moments(x, [0, *range(2, x.dim())], counts, group))
+        mean, variance = _moments(x, shares)
         y = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0] if x.numel() else x.clone()
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.group, ctx.count, ctx.eps, ctx.has_bias = group, sum(counts), eps, bias is not None
+        ctx.shares, ctx.eps, ctx.has_bias = shares, eps, bias is not None
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance
 
@@ -55,34 +69,32 @@ class _BatchNorm(torch.autograd.Function):
             )
         else:
             dx, dw, db = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        sums = torch.stack([db, dw])
-        dist.all_reduce(sums, group=ctx.group)
-        sums /= ctx.count
+        sums = ctx.shares.summed(torch.stack([db, dw])) / ctx.shares.total
         shape = [1, -1, *(1,) * (x.dim() - 2)]
         slope = -ones * scale * scale * sums[1]
         shift = -ones * scale * sums[0] - slope * mean
         if x.numel():
             dx = torch.addcmul(dx.add_(shift.view(shape)), x, slope.view(shape))
-        return dx, dw if weight is not None else None, db if ctx.has_bias else None, None, None, None
+        return dx, dw if weight is not None else None, db if ctx.has_bias else None, None, None
 
 
 class _Normalize(torch.autograd.Function):
-    """``(x - mean) / std`` (or ``x / rms``) over dims and ranks, without the affine part."""
+    """``(x - mean) / std`` (or ``x / rms``) over all dims from `first` on and over ranks, without the affine part."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dims: list[int], counts: list[int], group: Any, eps: float, centred: bool
+        ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, centred: bool
     ) -> Tensor:
+        dims, kept = list(range(first, x.dim())), [*x.shape[:first], *(1,) * (x.dim() - first)]
         if centred:
-            mean, variance = _moments(x, dims, counts, group)
+            mean, variance = (t.view(kept) for t in _moments(x.reshape(1, math.prod(kept), -1), shares))
         else:
-            variance = x.square().sum(dims, keepdim=True)
-            dist.all_reduce(variance, group=group)
-            variance, mean = variance / sum(counts), torch.zeros_like(variance)
+            variance = shares.summed(x.square().sum(dims, keepdim=True)) / shares.total
+            mean = torch.zeros_like(variance)
         scale = torch.rsqrt(variance + eps)
         y = (x - mean) * scale
         ctx.save_for_backward(y, scale)
-        ctx.dims, ctx.count, ctx.group, ctx.centred = dims, sum(counts), group, centred
+        ctx.dims, ctx.shares, ctx.centred = dims, shares, centred
         return y
 
     @staticmethod
@@ -90,19 +102,19 @@ class _Normalize(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         g = grads[0]
         sums = torch.stack([g.sum(ctx.dims, keepdim=True), (g * y).sum(ctx.dims, keepdim=True)])
-        dist.all_reduce(sums, group=ctx.group)
-        sums = sums / ctx.count
+        sums = ctx.shares.summed(sums) / ctx.shares.total
         dx = g - y * sums[1]
         if ctx.centred:
             dx = dx - sums[0]
-        return dx * scale, None, None, None, None, None
+        return dx * scale, None, None, None, None
 
 
-def _counts(step: Compute, local: Local, axes: tuple[str, ...], dims: list[int]) -> list[int]:
-    """How many values each rank of the group brings to one statistic."""
-    mesh = local.world.mesh
+def _shares(step: Compute, local: Local, count: Callable[[tuple[int, ...]], int]) -> _Shares:
+    """The shares of the ranks along the joint axes; `count`: values per statistic from a local shape."""
+    axes, mesh = step.axes_of("joint"), local.world.mesh
+    local.world.group(axes)  # made now, by all ranks
     shapes = [step.needs[0].local_shape(mesh.coords(r)) for r in mesh.group(local.world.rank, axes)]
-    return [math.prod(shape[d] for d in dims) for shape in shapes]
+    return _Shares(local.world, axes, tuple(map(count, shapes)))
 
 
 def _track(buffer: Tensor, value: Tensor, momentum: float) -> None:
@@ -115,14 +127,13 @@ def batch_norm(step: Compute, local: Local) -> Run:
     if not axes:
         return plain(step, local)
     arguments = Arguments(step, local)
-    group = local.world.group(axes)
-    counts = _counts(step, local, axes, [0, *range(2, len(step.needs[0].dims))])
-    total = sum(counts)
+    shares = _shares(step, local, lambda shape: shape[0] * math.prod(shape[2:]))
+    total = shares.total
 
     def run(*tensors: Tensor) -> Tensor:
         args, _ = arguments.fill(tensors)
         x, weight, bias, running_mean, running_var, _, momentum, eps = args[:8]
-        y, mean, variance = _BatchNorm.apply(x, weight, bias, counts, group, eps)  # type: ignore[no-untyped-call]
+        y, mean, variance = _BatchNorm.apply(x, weight, bias, shares, eps)  # type: ignore[no-untyped-call]
         if running_mean is not None:
             with torch.no_grad():
                 _track(running_mean, mean, momentum)
@@ -139,12 +150,12 @@ def instance_norm(step: Compute, local: Local) -> Run:
         return plain(step, local)
     arguments = Arguments(step, local)
     dims = list(range(2, len(step.needs[0].dims)))
-    group, counts = local.world.group(axes), _counts(step, local, axes, dims)
+    shares = _shares(step, local, lambda shape: math.prod(shape[2:]))
 
     def run(*tensors: Tensor) -> Tensor:
         args, _ = arguments.fill(tensors)
         x, weight, bias, eps = args[0], args[1], args[2], args[7]
-        y = _Normalize.apply(x, dims, counts, group, eps, True)  # type: ignore[no-untyped-call]
+        y = _Normalize.apply(x, 2, shares, eps, True)  # type: ignore[no-untyped-call]
         return _affine(y, weight, bias, [1, -1, *(1,) * len(dims)])
 
     return run
@@ -173,9 +184,8 @@ def group_norm(step: Compute, local: Local) -> Run:
             return call(*args, **kwargs)
 
         return local_groups
-    group = local.world.group(axes)
-    dims = list(range(2, rank + 1))
-    counts = _group_counts(step, local, axes)
+    whole, per, split = step.nest.loop("c").size, step.nest.loop("g").size, step.choice_of("c") is not None
+    shares = _shares(step, local, lambda shape: (shape[1] // per if split else whole) * math.prod(shape[2:]))
 
     def run(*tensors: Tensor) -> Tensor:
         args, kwargs = arguments.fill(tensors)
@@ -183,21 +193,11 @@ def group_norm(step: Compute, local: Local) -> Run:
         x = named["x"]
         channels = x.shape[1] // groups if groups else 0
         blocks = x.reshape(x.shape[0], groups, channels, *x.shape[2:])
-        y = _Normalize.apply(blocks, dims, counts, group, named.get("eps", 1e-5), True)  # type: ignore[no-untyped-call]
+        y = _Normalize.apply(blocks, 2, shares, named.get("eps", 1e-5), True)  # type: ignore[no-untyped-call]
         shape = [1, -1, *(1,) * (rank - 2)]
         return _affine(y.reshape(x.shape), named.get("weight"), named.get("bias"), shape)
 
     return run
-
-
-def _group_counts(step: Compute, local: Local, axes: tuple[str, ...]) -> list[int]:
-    mesh = local.world.mesh
-    out = []
-    for r in mesh.group(local.world.rank, axes):
-        shape = step.needs[0].local_shape(mesh.coords(r))
-        channels = step.nest.loop("c").size if step.choice_of("c") is None else shape[1] // step.nest.loop("g").size
-        out.append(channels * math.prod(shape[2:]))
-    return out
 
 
 @kernel("layer_norm")
@@ -207,8 +207,8 @@ def layer_norm(step: Compute, local: Local) -> Run:
         return plain(step, local)
     arguments = Arguments(step, local)
     rms = step.op.target.startswith("aten.rms")
-    dims = [d for d, loop in enumerate(step.nest.loops) if loop.kind == "joint"]
-    group, counts = local.world.group(axes), _counts(step, local, axes, dims)
+    first = next(d for d, loop in enumerate(step.nest.loops) if loop.kind == "joint")
+    shares = _shares(step, local, lambda shape: math.prod(shape[first:]))
     names = ("x", "shape", "weight", "eps") if rms else ("x", "shape", "weight", "bias", "eps")
 
     def run(*tensors: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def layer_norm(step: Compute, local: Local) -> Run:
         eps = named.get("eps")
         if eps is None:
             eps = torch.finfo(x.dtype).eps if rms else 1e-5
-        y = _Normalize.apply(x, dims, counts, group, eps, not rms)  # type: ignore[no-untyped-call]
+        y = _Normalize.apply(x, first, shares, eps, not rms)  # type: ignore[no-untyped-call]
         if weight is not None:
             y = y * weight
         y = y + bias if bias is not None else y

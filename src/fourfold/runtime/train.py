@@ -1,0 +1,136 @@
+"""The plain training loop on made-up data: a plan run step by step on a crew of ranks.
+
+Each step has a fresh batch that looks like the model's own example: normal numbers of its mean and deviation, integers of
+its range. Every rank draws the whole batch from the seed and takes its part, so that the data do not depend on the plan;
+drawing is not counted in the time of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.plan import Plan, lower
+from fourfold.plan.layout import Layout
+from fourfold.runtime.crew import Crew
+from fourfold.runtime.execute import Executor
+from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.materialise import cut
+from fourfold.runtime.parallel import groups_of
+from fourfold.runtime.subject import Subject, save_data
+from fourfold.runtime.trial import PRECISIONS, Task, optimizer_named
+from fourfold.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a training run showed: a loss per step and the time of the slowest rank."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    batch: int
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch / self.step_seconds
+
+
+def train(
+    subject: Subject,
+    plan: Plan,
+    ranks: Crew,
+    *,
+    steps: int,
+    precision: str = "fp32",
+    optimizer: str = "sgd",
+    seed: int = 0,
+    told: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
+) -> History:
+    """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds."""
+    losses: list[float] = []
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+        data = Path(folder, "data.pt")
+        save_data(subject.case, data)
+        task = Task(graph=subject.graph, plan=plan, data=str(data), precision=precision, optimizer=optimizer, steps=steps)
+        ranks(begin, task, seed)
+    for step in range(steps):
+        answers = ranks(one_step, step)
+        losses.append(answers[0][0])
+        seconds.append(max(spent for _, spent in answers))
+        told(step + 1, losses[-1], seconds[-1])
+    return History(losses=tuple(losses), seconds=tuple(seconds), batch=plan.batch)
+
+
+class Trainer:
+    """One rank's share of a training run."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        data = torch.load(task.data, mmap=True)
+        self.names = (*task.graph.inputs, *task.graph.targets)
+        self.batched = [task.graph.batch_dim(name) is not None or task.graph.batch is not None for name in self.names]
+        self.examples = [t.clone() for t in data["inputs"]]
+        self.seed = seed
+        program, dtypes = lower(task.graph, task.plan), PRECISIONS[task.precision]
+        world = World.join(task.plan.mesh, wanted=groups_of(program))
+
+        def load(key: str, layout: Layout) -> Tensor:
+            full = data["state"][key]
+            dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
+            return cut(full, layout, world).to(dtype).clone()
+
+        self.executor = Executor(program, world, load, dtypes=dtypes, randomness=Randomness(seed=seed))
+        parameters = [t for t in self.executor.state.values() if t.requires_grad]
+        self.optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
+
+    def step(self, number: int) -> tuple[float, float]:
+        """One step on a fresh batch: the global loss and this rank's seconds."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        given = zip(self.names, self.examples, self.batched, strict=True)
+        feeds = {name: self.executor.cut(name, _like(x, generator) if fresh else x) for name, x, fresh in given}
+        self.executor.randomness.step = number
+        if dist.is_initialized():
+            dist.barrier()
+        begun = time.perf_counter()
+        loss, _ = self.executor.forward_backward(feeds)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return float(loss), time.perf_counter() - begun
+
+
+def _like(example: Tensor, generator: torch.Generator) -> Tensor:
+    """Fresh numbers with the looks of an example."""
+    if example.is_floating_point():
+        noise = torch.randn(example.shape, generator=generator)
+        wide = example.float()
+        spread = wide.std() if wide.numel() > 1 else 1.0
+        return (noise * spread + wide.mean()).to(example.dtype)
+    if example.dtype == torch.bool or not example.numel():
+        return example
+    low, high = int(example.min()), int(example.max())
+    return torch.randint(low, high + 1, example.shape, generator=generator, dtype=example.dtype)
+
+
+_running: dict[str, Trainer] = {}  # of this process: a rank is told its task once, then to go step by step
+
+
+def begin(task: Task, seed: int) -> None:
+    """Bind the task to this rank."""
+    _running["now"] = Trainer(task, seed)
+
+
+def one_step(number: int) -> tuple[float, float]:
+    """One step of the task begun."""
+    return _running["now"].step(number)
