@@ -81,6 +81,11 @@ class Own:
         """Whether no coordinate owns more than an even share, rounded up."""
         return max(len(s) for s in self.sets) <= -(-self.size // len(self.sets))
 
+    @property
+    def spread(self) -> bool:
+        """Whether no coordinate owns twice an even share: true of heads dealt out unevenly, not of a piece on one rank."""
+        return max(len(s) for s in self.sets) * len(self.sets) < 2 * self.size
+
     def cuts_at(self, outer: int, unit: int) -> bool:
         """Whether every span begins and ends at a multiple of `unit`, alike in each of `outer` blocks."""
         if unit > 1 and any(low % unit or high % unit for s in self.sets for low, high in s.spans):

@@ -178,7 +178,7 @@ def _inherited(
                 continue
             own = own.project(axes)
             disjoint = sum(len(s) for s in own.sets) == loop.size
-            if own.axes and disjoint and own.cuts_at(loop.outer, loop.unit) and (not loop.tied or own.balanced):
+            if own.axes and disjoint and own.cuts_at(loop.outer, loop.unit) and (not loop.tied or own.spread):
                 return own
     return None
 

@@ -100,8 +100,11 @@ class _Chooser:
         self.notes: list[str] = []
 
     def __call__(self, op: Op, nest: Nest, splits: dict[str, str], placement: Placement) -> dict[str, str] | None:
-        extent = self.mesh.extent(self.axis)
-        if extent == 1 or self.keep(nest, placement.choice[self.axis]):
+        extent, loop = self.mesh.extent(self.axis), placement.choice[self.axis]
+        if extent == 1:
+            return None
+        if self.keep(nest, loop):
+            self._remember(op, nest, loop)
             return None
         thin: list[str] = []
         for split in self.prefer(op, nest):
@@ -120,6 +123,13 @@ class _Chooser:
             self.notes.append(f"{op.path}: {' and '.join(thin)} for {extent} ranks, runs on all of them")
         self.chosen[op.path] = "replicate"
         return {**splits, self.axis: "replicate"}
+
+    def _remember(self, op: Op, nest: Nest, loop: str | None) -> None:
+        """Heads kept split are written down: they may have followed a consumer, which the plan alone does not tell."""
+        if _keep_shared(nest, loop):
+            labels = next(known.labels for known in nest.loops if known.name == loop)
+            if labels:
+                self.chosen[op.path] = labels[0]
 
 
 def _keep_shared(nest: Nest, loop: str | None) -> bool:
