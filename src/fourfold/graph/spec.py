@@ -71,7 +71,7 @@ class TensorSpec:
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Op:
     """One ATen call. `args` and `kwargs` are plain literals with `Ref`, `Dtype`, `Device` and `Size` inside."""
 
@@ -84,12 +84,12 @@ class Op:
     pointwise: bool = False
     random: bool = False
 
-    @property
+    @cached_property
     def path(self) -> str:
         """How users name this op: module path and op name."""
         return f"{self.module}.{self.name}" if self.module else self.name
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensors read, in argument order."""
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
@@ -140,12 +140,13 @@ class Graph:
         return hashlib.sha256(repr(canonical(self)).encode()).hexdigest()[:16]
 
     def at(self, batch: int) -> Graph:
-        """This graph with every `Size` replaced for the given global batch."""
-        return replace(
-            self,
-            values={k: TensorSpec(substituted(v.shape, batch), v.dtype) for k, v in self.values.items()},
-            ops=tuple(replace(op, args=substituted(op.args, batch), kwargs=substituted(op.kwargs, batch)) for op in self.ops),
-        )
+        """This graph with every `Size` replaced for the given global batch; the same value each time, with what was derived."""
+        known: dict[int, Graph] = self.memo.setdefault("at", {})
+        if batch not in known:
+            values = {k: TensorSpec(substituted(v.shape, batch), v.dtype) for k, v in self.values.items()}
+            ops = (replace(op, args=substituted(op.args, batch), kwargs=substituted(op.kwargs, batch)) for op in self.ops)
+            known[batch] = replace(self, values=values, ops=tuple(ops))
+        return known[batch]
 
     def batch_dim(self, name: str) -> int | None:
         """Which dim of a value is the batch itself (size = batch), if one is."""

@@ -16,6 +16,14 @@ Hints = dict[str, dict[int, tuple[int, int]]]
 
 
 def block_hints(graph: Graph) -> Hints:
+    """The hints of a graph, found once."""
+    if "hints" not in graph.memo:
+        graph.memo["hints"] = _block_hints(graph)
+    hints: Hints = graph.memo["hints"]
+    return hints
+
+
+def _block_hints(graph: Graph) -> Hints:
     hints: Hints = {}
     for op in reversed(graph.ops):
         nest = nest_of(op, graph)
@@ -58,6 +66,13 @@ def _downstream(nest: Nest, loop: str, results: tuple[str, ...], hints: Hints) -
 
 def domain_dims(graph: Graph, name: str) -> dict[str, int]:
     """``domain:i`` -> dim of an input."""
+    found: dict[str, dict[str, int]] = graph.memo.setdefault("domains", {})
+    if name not in found:
+        found[name] = _domain_dims(graph, name)
+    return found[name]
+
+
+def _domain_dims(graph: Graph, name: str) -> dict[str, int]:
     out: dict[str, int] = {}
     for dim in range(len(graph.values[name].shape)):
         label = _first_label(graph, name, dim)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fourfold.graph import Graph, Op
 from fourfold.plan.mesh import Mesh
 
 VERSION = 1
+_WILD = frozenset("*?[")
 SPLITS = ("batch", "filter", "channel", "replicate")
 
 
@@ -32,7 +34,7 @@ class Passes:
     axis: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One way to split one graph."""
 
@@ -66,11 +68,21 @@ class Plan:
 
     def split_of(self, op: Op) -> dict[str, str]:
         """The splits the rules give an op, by axis."""
+        plain, wild = self._rules
+        found = {*plain.get(op.path, ()), *plain.get(op.module, ()), *(i for i in wild if matches(self.splits[i][0], op))}
         out: dict[str, str] = {}
-        for pattern, by_axis in self.splits:
-            if matches(pattern, op):
-                out.update(by_axis)
+        for i in sorted(found):
+            out.update(self.splits[i][1])
         return out
+
+    @cached_property
+    def _rules(self) -> tuple[dict[str, list[int]], list[int]]:
+        """Rules that give a plain name, by it, and those with wildcards: so that an op need not try them all."""
+        plain: dict[str, list[int]] = {}
+        wild: list[int] = []
+        for i, (pattern, _) in enumerate(self.splits):
+            (wild if _WILD & set(pattern) else plain.setdefault(pattern, [])).append(i)
+        return plain, wild
 
     def check(self, graph: Graph, *, strict: bool = True) -> None:
         """Refuse a plan made for another graph, or (if strict) one that names ops the graph does not have."""
@@ -81,8 +93,9 @@ class Plan:
             )
         if graph.batch is not None and graph.batch != self.batch:
             raise InvalidInput(f"the model fixes its batch at {graph.batch}, the plan says {self.batch}; use {graph.batch}")
+        known = {*(op.path for op in graph.ops), *(op.module for op in graph.ops)} - {""}
         for pattern, _ in self.splits if strict else ():
-            if not any(matches(pattern, op) for op in graph.ops):
+            if pattern not in known and not any(matches(pattern, op) for op in graph.ops):
                 names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
                 raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
         paths = [op.path for op in graph.ops]
