@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from fourfold.errors import InvalidInput
+from fourfold.plan import Plan
 from fourfold.runtime.launch import Ranks
 
 T = TypeVar("T")
@@ -86,3 +87,12 @@ def share(ranks: Ranks | Joined, compute: Callable[[], T]) -> T:
     dist.broadcast_object_list(box, src=0)
     value: T = box[0]
     return value
+
+
+def check_count(plan: Plan, count: int) -> None:
+    """Refuse to run a plan on another number of ranks than its mesh has."""
+    if plan.mesh.size != count:
+        raise InvalidInput(
+            f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, {count} are asked to run it; "
+            f"use {plan.mesh.size} ranks or plan for {count} devices"
+        )

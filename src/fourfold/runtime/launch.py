@@ -163,8 +163,7 @@ def _serve(rank: int, count: int, folder: str, pipe: Any) -> None:
         except (EOFError, OSError):
             os._exit(0)
         except BaseException:
-            pipe.send(("failed", traceback.format_exc()))
-            continue
+            function, args = _raise, (traceback.format_exc(),)
         try:
             answer = ("done", function(*args))
         except Error as error:
@@ -175,3 +174,7 @@ def _serve(rank: int, count: int, folder: str, pipe: Any) -> None:
             pipe.send(answer)
         except (BrokenPipeError, OSError):
             os._exit(0)
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)

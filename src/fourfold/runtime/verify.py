@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch import Tensor
 from fourfold.errors import InvalidInput, nearest
 from fourfold.plan import Plan, Program, lower
 from fourfold.runtime.compare import Worst, worst_error
-from fourfold.runtime.crew import Crew
+from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_task
@@ -91,7 +90,8 @@ def verify(
 
     Under torchrun the result is None on every rank but the first.
     """
-    check_request(plan, precision=precision, optimizer=reference.optimizer, steps=reference.steps, ranks=ranks.count)
+    check_request(precision=precision, optimizer=reference.optimizer, steps=reference.steps)
+    check_count(plan, ranks.count)
     program = lower(subject.graph, plan)
     with tempfile.TemporaryDirectory(prefix="fourfold-", dir=folder) as temporary:
         data, result = Path(temporary, "data.pt"), Path(temporary, "trial.pt")
@@ -116,18 +116,13 @@ def verify(
     return Verdict(checks=tuple(checks), reference=reference.kind, noise_floor=floor, seconds=seconds, program=program)
 
 
-def check_request(plan: Plan, *, precision: str, optimizer: str, steps: int, ranks: int) -> None:
-    """Refuse what cannot run before any rank is started."""
+def check_request(*, precision: str, optimizer: str, steps: int) -> None:
+    """Refuse what cannot run before anything is captured or started."""
     if precision not in PRECISIONS:
         raise InvalidInput(f"unknown precision '{precision}'{nearest(precision, PRECISIONS)}; known: {', '.join(PRECISIONS)}")
     optimizer_named(optimizer)
     if steps < 1:
         raise InvalidInput(f"--steps {steps}; use at least 1")
-    if plan.mesh.size != ranks:
-        raise InvalidInput(
-            f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, --ranks is {ranks}; "
-            f"use --ranks {plan.mesh.size} or plan for {ranks} devices"
-        )
 
 
 def _checks(got: Trial, reference: Reference, precision: str, trainable: set[str]) -> tuple[list[Check], float]:
@@ -213,28 +208,3 @@ def _loss(got: list[float], reference: list[float]) -> Worst:
     errors = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(got, reference, strict=True)]
     finite = all(map(math.isfinite, [*got, *reference]))
     return Worst(error=max(errors) if finite else math.inf, tensor="loss")
-
-
-def facts_of(verdict: Verdict) -> dict[str, Any]:
-    """The figures of a verdict under the keys that scripts rely on."""
-    worst, program = verdict.worst, verdict.program
-    return {
-        "equal": verdict.equal,
-        "loss_error": verdict.error("loss"),
-        "gradient_error": verdict.error("gradient"),
-        "parameter_error": verdict.error("parameter", "buffer"),
-        "output_error": verdict.error("output"),
-        "noise_floor": verdict.noise_floor,
-        "worst": {"tensor": worst.tensor, "what": worst.what, "step": worst.step, "error": worst.error, "limit": worst.limit},
-        "reference": verdict.reference,
-        "checks": [
-            {"what": c.what, "step": c.step, "error": c.error, "limit": c.limit, "tensor": c.tensor} for c in verdict.checks
-        ],
-        "split_flops_fraction": program.split_flops_fraction,
-        "ops_replicated": [c.op.path for c in program.replicated],
-        "replicated_bytes": sum(program.graph.values[n].bytes for c in program.replicated for n in c.op.operands),
-        "predicted_seconds": None,
-        "measured_seconds": verdict.seconds,
-        "predicted_peak_bytes": None,
-        "measured_peak_bytes": None,
-    }

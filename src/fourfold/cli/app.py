@@ -1,0 +1,221 @@
+"""The commands. Each parses its arguments, calls one room, and prints what comes back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fourfold.cli.voice import Voice
+from fourfold.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from fourfold.plan import Plan
+    from fourfold.runtime.crew import Joined
+    from fourfold.runtime.launch import Ranks
+    from fourfold.runtime.subject import Subject
+
+app = typer.Typer(
+    help="Predicts, plans and runs hybrid-parallel training of any PyTorch model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+MODEL = "A built-in name (`fourfold models`), package.module:factory or path/file.py:factory; arguments after commas."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
+Batch = Annotated[int | None, typer.Option("--batch", help="Global batch size; by default the model's own.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of initial weights and made-up data.")]
+Strategy = Annotated[str | None, typer.Option("--strategy", help="A named strategy, as data, grid:pr=2 or splitbrain:k=2.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file, as `fourfold plan -o` writes it.")]
+RankCount = Annotated[int | None, typer.Option("--ranks", help="Local processes; by default the plan's. Not under torchrun.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adamw.")]
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """The built-in models and their arguments."""
+    voice = Voice(json=as_json)
+    with voice.working("loading"):
+        import inspect as signatures
+
+        from fourfold.models import MODELS, describe
+        from fourfold.report.text import models_text
+
+    rows = {name: (describe(name), _defaults(signatures.signature(factory))) for name, factory in MODELS.items()}
+    records = [{"name": name, "about": what, "arguments": given} for name, (what, given) in rows.items()]
+    texts = {name: (what, [f"{k}={v}" for k, v in given.items()]) for name, (what, given) in rows.items()}
+    voice.answer({"models": records}, lambda: models_text(texts))
+
+
+def _defaults(signature: object) -> dict[str, object]:
+    return {name: parameter.default for name, parameter in signature.parameters.items()}  # type: ignore[attr-defined]
+
+
+@app.command()
+def inspect(
+    model: Model,
+    batch: Batch = None,
+    depth: Annotated[int | None, typer.Option("--depth", min=1, help="Parts of a module path that make a group.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Ops, parameters, FLOPs, activations, and how far each split can go."""
+    voice = Voice(json=as_json)
+    with voice.working(f"capturing {model}"):
+        from fourfold.report.record import survey_record
+        from fourfold.report.survey import survey
+        from fourfold.report.text import survey_text
+        from fourfold.runtime.subject import subject
+
+        seen = subject(model, batch=batch, data=False)
+        found = survey(seen.graph, seen.batch, depth=depth)
+    voice.answer(survey_record(found, model=model), lambda: survey_text(found, model=model))
+
+
+@app.command()
+def plan(
+    model: Model,
+    devices: Annotated[int, typer.Option("--devices", help="How many ranks to plan for.")],
+    strategy: Strategy = None,
+    batch: Batch = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How a named strategy splits a model; `-o` writes the plan."""
+    voice = Voice(json=as_json)
+    if strategy is None:
+        raise InvalidInput("name a --strategy, as data, filter or spatial; the planner that finds one does not exist yet")
+    with voice.working(f"capturing {model}") as say:
+        from fourfold.plan import lower, save_plan
+        from fourfold.plan.strategies import parse
+        from fourfold.report.record import plan_record
+        from fourfold.report.text import plan_text
+        from fourfold.runtime.subject import subject
+
+        parse(strategy)
+        seen = subject(model, batch=batch, data=False)
+        say(f"planning {strategy}")
+        begun = time.perf_counter()
+        made = seen.plan(strategy, ranks=devices)
+        program = lower(seen.graph, made)
+        seconds = time.perf_counter() - begun
+        if output is not None:
+            _written(lambda: save_plan(made, output), output)
+    file = str(output) if output is not None else None
+    voice.answer(plan_record(made, program, seconds=seconds, file=file), lambda: plan_text(made, program, file=file))
+
+
+@app.command()
+def verify(
+    model: Model,
+    plan_file: PlanFile = None,
+    strategy: Strategy = None,
+    ranks: RankCount = None,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps to compare.")] = 3,
+    batch: Batch = None,
+    precision: Annotated[str, typer.Option("--precision", help="fp64 or fp32.")] = "fp64",
+    optimizer: Optimizer = "sgd",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> int:
+    """Whether a plan gives the numbers of one process: exit code 1 if not."""
+    voice = Voice(json=as_json)
+    with voice.working(f"capturing {model}") as say:
+        from fourfold.report.record import verify_record
+        from fourfold.report.text import verdict_text
+        from fourfold.runtime.crew import crew
+        from fourfold.runtime.reference import Reference
+        from fourfold.runtime.verify import check_request
+        from fourfold.runtime.verify import verify as compare
+
+        chosen = _chosen(plan_file, strategy, batch)
+        check_request(precision=precision, optimizer=optimizer, steps=steps)
+        with crew(ranks if chosen is None or ranks is not None else chosen.mesh.size) as team:
+            seen, made = _prepared(team, model, chosen, strategy, batch, seed)
+            reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
+            verdict = compare(seen, made, team, reference=reference, precision=precision, say=say)
+    if verdict is None:
+        return 0
+    record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps)
+    voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision))
+    return 0 if verdict.equal else 1
+
+
+@app.command()
+def train(
+    model: Model,
+    plan_file: PlanFile = None,
+    strategy: Strategy = None,
+    ranks: RankCount = None,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = 10,
+    batch: Batch = None,
+    precision: Annotated[str, typer.Option("--precision", help="fp32 or fp64.")] = "fp32",
+    optimizer: Optimizer = "sgd",
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Train on made-up data under a plan."""
+    voice = Voice(json=as_json)
+    with voice.working(f"capturing {model}") as say:
+        from fourfold.report.record import train_record
+        from fourfold.report.text import history_text, step_text
+        from fourfold.runtime.crew import crew
+        from fourfold.runtime.train import train as run
+        from fourfold.runtime.verify import check_request
+
+        chosen = _chosen(plan_file, strategy, batch)
+        check_request(precision=precision, optimizer=optimizer, steps=steps)
+        with crew(ranks if chosen is None or ranks is not None else chosen.mesh.size) as team:
+            seen, made = _prepared(team, model, chosen, strategy, batch, seed)
+            say(f"starting {made.mesh.size} ranks")
+
+            def told(step: int, loss: float, seconds: float) -> None:
+                say(f"step {step} of {steps}")
+                voice.line(step_text(step, steps, loss, seconds))
+
+            history = run(seen, made, team, steps=steps, precision=precision, optimizer=optimizer, seed=seed, told=told)
+    record = train_record(history, made, model=model, precision=precision, optimizer=optimizer)
+    voice.answer(record, lambda: history_text(history))
+
+
+def _chosen(file: Path | None, strategy: str | None, batch: int | None) -> Plan | None:
+    """The plan of a file, or None where a strategy is named; never both."""
+    from fourfold.plan import load_plan
+    from fourfold.plan.strategies import parse
+
+    if (file is None) == (strategy is None):
+        raise InvalidInput("give either --plan FILE or --strategy NAME" + (", not both" if file else ""))
+    if file is None:
+        parse(str(strategy))
+        return None
+    loaded = load_plan(file)
+    if batch is not None and batch != loaded.batch:
+        raise InvalidInput(f"plan {file} is for a batch of {loaded.batch}, --batch is {batch}; leave it out or plan again")
+    return loaded
+
+
+def _prepared(
+    team: Ranks | Joined, model: str, chosen: Plan | None, strategy: str | None, batch: int | None, seed: int
+) -> tuple[Subject, Plan]:
+    """The model on this process and the plan to run it by; under torchrun the first rank captures for all."""
+    from fourfold.runtime.crew import check_count, is_leader, share
+    from fourfold.runtime.subject import subject
+
+    size = chosen.batch if chosen is not None else batch
+    own = subject(model, batch=size, seed=seed) if is_leader() else None
+    graph = share(team, lambda: own.graph if own is not None else None)
+    seen = own or subject(model, batch=size, seed=seed, graph=graph)
+    made = chosen if chosen is not None else seen.plan(str(strategy), ranks=team.count)
+    made.check(seen.graph)
+    check_count(made, team.count)
+    return seen, made
+
+
+def _written(write: object, path: Path) -> None:
+    try:
+        write()  # type: ignore[operator]
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,55 @@
+"""What a command says while it works and when it is done.
+
+With `--json`, stdout carries one object and nothing else: whatever a user's factory prints goes to stderr. Progress goes to
+stderr, and only to a terminal. Under torchrun only the first rank speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voice:
+    """The output of one command."""
+
+    json: bool
+
+    @property
+    def silent(self) -> bool:
+        return os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ
+
+    def answer(self, record: dict[str, Any], text: Callable[[], Any]) -> None:
+        """The result: the record for scripts, or the text for people."""
+        if self.silent:
+            return
+        if self.json:
+            json.dump(record, sys.stdout, allow_nan=False)
+            sys.stdout.write("\n")
+        else:
+            from fourfold.report.text import console
+
+            console().print(text())
+
+    def line(self, text: str) -> None:
+        """A line for people, at once."""
+        if not self.json and not self.silent:
+            print(text, flush=True)
+
+    @contextlib.contextmanager
+    def working(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Shows that something is going on; the value changes the words."""
+        with contextlib.redirect_stdout(sys.stderr) if self.json or self.silent else contextlib.nullcontext():
+            if self.silent or not sys.stderr.isatty():
+                yield lambda words: None
+                return
+            from rich.console import Console
+
+            with Console(stderr=True).status(text) as status:
+                yield lambda words: status.update(words)

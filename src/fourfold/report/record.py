@@ -1,0 +1,146 @@
+"""The figures as plain data under the keys that scripts rely on: what `--json` prints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fourfold.plan import Compute, Plan, Program
+from fourfold.report.survey import Survey
+
+if TYPE_CHECKING:
+    from fourfold.runtime.train import History
+    from fourfold.runtime.verify import Check, Verdict
+
+
+def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
+    """`inspect --json`."""
+    return {
+        "model": model,
+        "graph": survey.graph,
+        "batch": survey.batch,
+        "batch_fixed": survey.batch_fixed,
+        "ops": survey.total("ops"),
+        "parameters": survey.total("parameters"),
+        "flops": survey.total("flops"),
+        "saved_bytes": survey.total("saved_bytes"),
+        "groups": [asdict(group) for group in survey.groups],
+        "limits": [asdict(limit) for limit in survey.limits],
+        "ops_without_rule": [{"op": path, "target": target} for path, target in survey.without_rule],
+    }
+
+
+def plan_record(plan: Plan, program: Program, *, seconds: float, file: str | None) -> dict[str, Any]:
+    """`plan --json`: one candidate. What the oracle would say of it is null."""
+    mesh = dict(plan.mesh.axes)
+    stage = {
+        "ranks": list(range(plan.mesh.size)),
+        "mesh": mesh,
+        "ops": [compute.op.path for compute in program.computes()],
+        "peak_bytes": None,
+    }
+    candidate = {
+        "strategy": plan.strategy,
+        "mesh": mesh,
+        "stages": [stage],
+        "microbatches": 1,
+        "schedule": None,
+        "step_seconds": None,
+        "interval_seconds": None,
+        "breakdown": None,
+        "peak_bytes": None,
+        "capacity_bytes": None,
+        "feasible": True,
+        "limits": list(plan.notes),
+        **work_record(program),
+    }
+    return {
+        "model": plan.model,
+        "cluster": None,
+        "devices": plan.mesh.size,
+        "batch": plan.batch,
+        "search_seconds": seconds,
+        "best": 0,
+        "candidates": [candidate],
+        "file": file,
+    }
+
+
+def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, optimizer: str, steps: int) -> dict[str, Any]:
+    """`verify --json`. Predictions are null until the oracle exists, and the peak until memory is measured."""
+    worst = verdict.worst
+    return {
+        "model": model,
+        "strategy": plan.strategy,
+        "ranks": plan.mesh.size,
+        "plan": plan.to_json(),
+        "precision": precision,
+        "optimizer": optimizer,
+        "steps": steps,
+        "equal": verdict.equal,
+        "loss_error": finite(verdict.error("loss")),
+        "gradient_error": finite(verdict.error("gradient")),
+        "parameter_error": finite(verdict.error("parameter", "buffer")),
+        "output_error": finite(verdict.error("output")),
+        "noise_floor": finite(verdict.noise_floor),
+        "worst": check_record(worst),
+        "reference": verdict.reference,
+        "checks": [check_record(check) for check in verdict.checks],
+        **work_record(verdict.program),
+        "predicted_seconds": None,
+        "measured_seconds": verdict.seconds,
+        "predicted_peak_bytes": None,
+        "measured_peak_bytes": None,
+    }
+
+
+def check_record(check: Check) -> dict[str, Any]:
+    return {
+        "tensor": check.tensor,
+        "what": check.what,
+        "step": check.step,
+        "error": finite(check.error),
+        "limit": finite(check.limit),
+        "holds": check.holds,
+    }
+
+
+def train_record(history: History, plan: Plan, *, model: str, precision: str, optimizer: str) -> dict[str, Any]:
+    """`train --json`. The peaks are null: a peak is the allocator's, which nothing measures yet."""
+    return {
+        "model": model,
+        "strategy": plan.strategy,
+        "ranks": plan.mesh.size,
+        "batch": plan.batch,
+        "precision": precision,
+        "optimizer": optimizer,
+        "steps": len(history.losses),
+        "losses": [finite(loss) for loss in history.losses],
+        "step_seconds": history.step_seconds,
+        "samples_per_second": history.samples_per_second,
+        "predicted_seconds": None,
+        "peak_bytes": [None] * plan.mesh.size,
+    }
+
+
+def finite(number: float) -> float | None:
+    """JSON has no infinity and no NaN: null stands for both."""
+    return number if math.isfinite(number) else None
+
+
+def whole_ops(program: Program) -> list[Compute]:
+    """Ops that every rank runs in full: those without a rule, and layers too thin for every axis."""
+    wide = {axis for axis in program.mesh.names if program.mesh.extent(axis) > 1}
+    thin = [c for c in program.computes() if c.nest.anchor and wide and not wide & set(c.split_axes)]
+    return [*(program.replicated if wide else ()), *thin]
+
+
+def work_record(program: Program) -> dict[str, Any]:
+    """How much of the work is split, and what is not."""
+    values, whole = program.graph.values, whole_ops(program)
+    return {
+        "split_flops_fraction": program.split_flops_fraction,
+        "ops_replicated": [compute.op.path for compute in whole],
+        "replicated_bytes": sum(values[name].bytes for compute in whole for name in compute.op.operands),
+    }

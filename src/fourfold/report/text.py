@@ -1,0 +1,159 @@
+"""Tables and lines for a terminal, at most 100 columns; without one they degrade to plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fourfold.plan import Plan, Program
+from fourfold.plan.strategies import LIGHT
+from fourfold.report.record import whole_ops
+from fourfold.report.survey import Limit, Survey
+from fourfold.units import bytes_text, count_text, flops_text, seconds_text
+
+if TYPE_CHECKING:
+    from fourfold.runtime.train import History
+    from fourfold.runtime.verify import Verdict
+
+WIDTH = 100
+MOST_NAMED = 8  # layers named in one line
+
+
+def console(file: object = None, *, stderr: bool = False) -> Console:
+    """A console that never draws wider than a page."""
+    plain = Console(file=file, stderr=stderr, highlight=False, soft_wrap=False)  # type: ignore[arg-type]
+    return Console(file=file, stderr=stderr, highlight=False, width=min(plain.width, WIDTH) if plain.is_terminal else WIDTH)  # type: ignore[arg-type]
+
+
+def models_text(models: Mapping[str, tuple[str, Sequence[str]]]) -> RenderableType:
+    """Name -> what it is, its arguments."""
+    table = _table("model", "what", "arguments")
+    for name, (what, arguments) in models.items():
+        table.add_row(name, what, ", ".join(arguments))
+    return table
+
+
+def survey_text(survey: Survey, *, model: str) -> RenderableType:
+    """`inspect`: work per layer group, then the limits of each split."""
+    table = _table("layers", "ops>", "parameters>", "FLOPs>", "output>", "saved>")
+    for group in survey.groups:
+        table.add_row(
+            group.path,
+            str(group.ops),
+            _or_none(group.parameters, count_text),
+            _or_none(group.flops, flops_text),
+            _or_none(group.output_bytes, bytes_text),
+            _or_none(group.saved_bytes, bytes_text),
+        )
+    table.add_section()
+    table.add_row(
+        "all",
+        str(survey.total("ops")),
+        count_text(survey.total("parameters")),
+        flops_text(survey.total("flops")),
+        "",
+        bytes_text(survey.total("saved_bytes")),
+    )
+    batch = f"batch {survey.batch}" + (" (fixed by the model)" if survey.batch_fixed else "")
+    return Group(
+        Text(f"{model}: graph {survey.graph}, {batch}, forward only"),
+        table,
+        Text("How far each split goes"),
+        _limits(survey.limits),
+        *_without_rule(survey.without_rule),
+    )
+
+
+def _limits(limits: Iterable[Limit]) -> Table:
+    table = _table("split", "up to>", "stopped by", f"layers over {LIGHT:.0%}>", "stopped by")
+    for limit in limits:
+        heavy = (str(limit.heavy_size), limit.heavy_op) if limit.heavy_size > limit.size else ("", "")
+        table.add_row(limit.split, str(limit.size), limit.op, *heavy)
+    return table
+
+
+def _without_rule(ops: Sequence[tuple[str, str]]) -> Iterable[RenderableType]:
+    if not ops:
+        yield Text("Every op has a rule; none has to run whole on every rank.")
+        return
+    yield Text(f"{len(ops)} ops without a rule, gathered and run whole on every rank:")
+    table = _table("op", "target")
+    for path, target in ops:
+        table.add_row(path, target)
+    yield table
+
+
+def plan_text(plan: Plan, program: Program, *, file: str | None) -> RenderableType:
+    """`plan`: the mesh, the splits layer by layer, what stays whole."""
+    wide = [axis for axis in plan.mesh.names if plan.mesh.extent(axis) > 1]
+    table = _table("layers", *(f"{axis} ({plan.mesh.extent(axis)})" for axis in wide), "share of FLOPs>")
+    for first, last, labels, flops in _runs(program, wide):
+        table.add_row(first if first == last else f"{first} .. {last}", *labels, f"{flops:.1%}")
+    head = f"{plan.model}: {plan.strategy} on {plan.mesh}, batch {plan.batch}, graph {plan.graph}"
+    lines = [f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"]
+    lines += [f"note: {note}" for note in plan.notes] + ([f"written to {file}"] if file else [])
+    return Group(Text(head), table, *map(Text, lines))
+
+
+def _runs(program: Program, axes: Sequence[str]) -> list[tuple[str, str, tuple[str, ...], float]]:
+    """Consecutive layers that are split alike: first, last, splits, share of the work."""
+    anchors = [c for c in program.computes() if c.nest.anchor]
+    total = sum(c.nest.flops for c in anchors) or 1
+    out: list[tuple[str, str, tuple[str, ...], float]] = []
+    for compute in anchors:
+        by_axis = compute.labels()
+        labels = tuple(by_axis[axis] for axis in axes)
+        share = compute.nest.flops / total
+        if out and out[-1][2] == labels:
+            first, _, _, before = out.pop()
+            out.append((first, compute.op.path, labels, before + share))
+        else:
+            out.append((compute.op.path, compute.op.path, labels, share))
+    return out
+
+
+def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) -> RenderableType:
+    """`verify`: every check with its limit, then the word."""
+    table = _table("compared", "after step>", "error>", "allowed>", "", "worst tensor")
+    for check in verdict.checks:
+        word = "ok" if check.holds else "TOO FAR"
+        table.add_row(check.what, str(check.step), f"{check.error:.1e}", f"{check.limit:.1e}", word, check.tensor)
+    whole = whole_ops(verdict.program)
+    named = ", ".join(c.op.path for c in whole[:MOST_NAMED]) + (", ..." if len(whole) > MOST_NAMED else "")
+    worst = verdict.worst
+    off = f"NOT EQUAL: {worst.what} {worst.tensor} is off by {worst.error:.1e}, {worst.limit:.1e} allowed"
+    lines = [
+        f"{model}: {plan.strategy} on {plan.mesh}, {precision}, against one process ({verdict.reference})",
+        f"noise floor {verdict.noise_floor:.1e}; {verdict.program.split_flops_fraction:.1%} of the FLOPs run split over every "
+        f"axis; {seconds_text(verdict.seconds)} a step",
+        *([f"whole on every rank: {named}"] if whole else []),
+        "EQUAL" if verdict.equal else off,
+    ]
+    return Group(Text(lines[0]), table, *(Text(line) for line in lines[1:]))
+
+
+def step_text(step: int, steps: int, loss: float, seconds: float) -> str:
+    """One line of a training run."""
+    return f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.6g}  {seconds_text(seconds)}"
+
+
+def history_text(history: History) -> str:
+    return f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
+
+
+def _or_none(number: int, form: object) -> str:
+    return form(number) if number and callable(form) else ""
+
+
+def _table(*headings: str) -> Table:
+    """Columns; a heading that ends in > is of numbers."""
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, safe_box=True)
+    for heading in headings:
+        number = heading.endswith(">")
+        table.add_column(heading.rstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
