@@ -81,7 +81,7 @@ def shapes() -> Iterator[Case]:
     yield image("flatten", "tokens of an image", lambda m, x: x.flatten(2).transpose(1, 2))
     yield image("flatten", "flatten everything", lambda m, x: x.flatten())
     yield sequence("view of merged dims", "view(-1, D) and back", lambda m, x: torch.tanh(x.reshape(-1, 6)).view(4, 10, 6))
-    yield sequence("view of merged dims", "heads", lambda m, x: x.view(4, 10, 3, 2).transpose(1, 2))
+    yield sequence("view of merged dims", "heads", lambda m, x: x.view(4, 10, 3, 2).transpose(1, 2), d2=moved(2))
     yield sequence("view of merged dims", "heads and back", lambda m, x: torch.exp(x.view(4, 10, 2, 3).transpose(1, 2)).transpose(1, 2).reshape(4, 10, 6),
                    d2=moved(2))  # fmt: skip
     yield image("view of merged dims", "channel shuffle",
@@ -95,23 +95,24 @@ def shapes() -> Iterator[Case]:
     yield image("unflatten / squeeze", "unflatten", lambda m, x: x.unflatten(2, (2, 4)), d2=moved(2))
     yield image("unflatten / squeeze", "unsqueeze and squeeze", lambda m, x: x.unsqueeze(2).exp().squeeze(2))
     yield sequence("expand / repeat", "expand", lambda m, x: x.unsqueeze(1).expand(4, 3, 10, 6))
-    yield sequence("expand / repeat", "expand from one", lambda m, x: x[:, :1].expand(4, 5, 6), d1=moved(1, results=2))
+    yield sequence("expand / repeat", "expand from one", lambda m, x: x[:, :1].expand(4, 5, 6), d1=whole(1, "one row lies on one rank"))
     yield sequence("expand / repeat", "repeat", lambda m, x: x.repeat(1, 2, 3))
     yield sequence("expand / repeat", "repeat with a new dim", lambda m, x: x.repeat(2, 1, 1, 1))
     yield sequence("expand / repeat", "repeat_interleave", lambda m, x: x.repeat_interleave(2, 1))
-    yield sequence("expand / repeat", "repeat none", lambda m, x: (x.repeat(1, 0, 1).sum() + x), d1=Column(dim=1, results=2))
+    yield sequence("expand / repeat", "repeat none", lambda m, x: (x.repeat(1, 0, 1).sum() + x),
+                   **{f"d{d}": whole(d, "there is nothing to divide") for d in range(3)})  # fmt: skip
     for dim in range(4):
         yield sequence("stack", f"stack at {dim}", lambda m, x, d=dim: torch.stack([x, -x], d))
     for dim in range(3):
         yield sequence("unbind", f"unbind dim {dim}", lambda m, x, d=dim: torch.stack(x.unbind(d)[1:3]).sum(0),
-                       **{f"d{dim}": Column(dim=dim, results=9)})  # fmt: skip
+                       **{f"d{dim}": whole(dim, "each row becomes a tensor of its own")})  # fmt: skip
     yield image("pixel shuffle", "pixel unshuffle", lambda m, x: F.pixel_unshuffle(x[..., :8], 2), d3=moved(3), d2=moved(2))
     yield make("pixel shuffle", "pixel shuffle", lambda m, x: F.pixel_shuffle(x, 2), (4, 12, 5, 6), IMAGE, "shape", d1=moved(1))
 
     yield make("gather", "gather along channels", lambda m, x: x.gather(1, m.ids), x, IMAGE, "shape",
                {"ids": torch.arange(4 * 6 * 72).view(4, 6, 8, 9) % 6}, d1=whole(1, "rows are picked by data"))  # fmt: skip
     yield make("gather", "index_select", lambda m, x: x.index_select(2, m.ids), x, IMAGE, "shape",
-               {"ids": torch.tensor([7, 0, 3, 3])}, d2=Column(dim=2, gather=True))  # fmt: skip
+               {"ids": torch.tensor([7, 0, 3, 3])}, d2=whole(2, "rows are picked by data"))  # fmt: skip
     for name, f in (("cumsum", lambda m, x: x.cumsum(1)), ("sort", lambda m, x: x.sort(1)[0]), ("topk", lambda m, x: x.topk(3, 1)[0])):
         yield sequence("along one dim", name, f, d1=whole(1, "each row needs all before it"))
     yield sequence("tril / triu", "tril", lambda m, x: x.tril(), d1=whole(1, "no rule for a divided matrix"), d2=whole(2, "no rule for a divided matrix"))
@@ -176,12 +177,15 @@ def reductions() -> Iterator[Case]:
         ("var / std / norm", "norm 1 keepdim", lambda m, x: x.norm(p=1, dim=1, keepdim=True), (1,)),
         ("var / std / norm", "weight norm by hand", lambda m, x: F.normalize(x, dim=1), (1,)),
         ("logsumexp", "logsumexp", lambda m, x: x.logsumexp(1), (1,)),
-        ("prod", "prod", lambda m, x: x.prod(2), (2,)),
         ("mean", "global response", lambda m, x: x / (x.pow(2).mean((2, 3), keepdim=True) + 1).sqrt(), (2, 3)),
     ]
     for row, name, f, dims in kinds:
         yield make(row, name, f, x, IMAGE, "reduction", **summed(*dims))
-    yield make("argmax", "argmax", lambda m, x: (x.argmax(1), x * 2), x, IMAGE, "reduction", d1=whole(1, "indices count in the whole dim"))
+    yield make("argmax", "argmax", lambda m, x: (x.argmax(1), x * 2), x, IMAGE, "reduction")
+    yield make("argmax", "argmin of all", lambda m, x: (x.argmin(), x * 2), x, IMAGE, "reduction",
+               **{f"d{d}": whole(d, "the place counts in the flat tensor") for d in range(4)})  # fmt: skip
+    yield make("amax / max", "max with its place", lambda m, x: x.max(3, keepdim=True), x, IMAGE, "reduction")
+    yield make("prod", "prod", lambda m, x: x.prod(2), x, IMAGE, "reduction", d2=whole(2, "products do not add up"))
 
 
 CASES = (*shapes(), *pointwise(), *reductions())

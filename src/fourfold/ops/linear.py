@@ -152,8 +152,9 @@ def baddbmm(op: Op, graph: Graph) -> Nest | None:
 @rule("einsum")
 def einsum(op: Op, graph: Graph) -> Nest | None:
     """Every letter is a loop; letters missing from the output are summed."""
-    equation = str(op.args[0]).replace(" ", "")
-    if "." in equation or "->" not in equation:
+    shapes = [graph.values[name].shape for name in op.operands]
+    equation = _spelled(str(op.args[0]).replace(" ", ""), [len(shape) for shape in shapes])
+    if equation is None:
         return None
     inputs, output = equation.split("->")
     terms = inputs.split(",")
@@ -177,6 +178,21 @@ def einsum(op: Op, graph: Graph) -> Nest | None:
         flops=2 * math.prod(sizes.values()),
         saved=tuple(range(len(terms))),
     )
+
+
+def _spelled(equation: str, ranks: list[int]) -> str | None:
+    """An equation with its ellipsis as letters and its output written down; None if its ellipses differ in rank."""
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    widths = {rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True) if "..." in term}
+    if len(widths) > 1:
+        return None
+    rest = "".join(dict.fromkeys(inputs.replace("...", "").replace(",", "")))
+    unused = [letter for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in rest]
+    ellipsis = "".join(unused[: widths.pop()]) if widths else ""
+    if not arrow:
+        output = "..." * ("..." in inputs) + "".join(sorted(c for c in rest if inputs.count(c) == 1))
+    return f"{inputs}->{output}".replace("...", ellipsis)
 
 
 def _letter_label(letter: str, terms: list[str], output: str, domains: Iterator[int]) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def adaptive_pool(op: Op, graph: Graph) -> Nest | None:
     for i in range(count):
         size, out = x[2 + i], y[2 + i]
         if out == 1:
-            loops.append(Loop(name=f"d{i}", size=size, kind="whole" if is_max else "sum"))
+            loops.append(Loop(name=f"d{i}", size=size, kind="joint" if is_max else "sum"))
             inputs.append((f"d{i}",))
             outputs.append(())
             continue

@@ -1,24 +1,42 @@
-"""Reductions over dims: sums and means add up over shards; others keep the reduced dims whole."""
+"""Reductions over dims. Sums and means add up over shards; extremes, variances, norms and log-sum-exps are `joint`: the
+kernel joins what the ranks have found, a few numbers each. Products keep the reduced dims whole.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Dim, Kind, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, rule
+
+_ARGUMENTS = {
+    "aten.var.default": "input unbiased", "aten.std.default": "input unbiased", "aten.var_mean.default": "input unbiased",
+    "aten.std_mean.default": "input unbiased", "aten.var.dim": "input dim unbiased keepdim",
+    "aten.std.dim": "input dim unbiased keepdim", "aten.var_mean.dim": "input dim unbiased keepdim",
+    "aten.std_mean.dim": "input dim unbiased keepdim", "aten.var.correction": "input dim correction",
+    "aten.std.correction": "input dim correction", "aten.var_mean.correction": "input dim correction",
+    "aten.std_mean.correction": "input dim correction", "aten.linalg_vector_norm.default": "input ord dim keepdim",
+    "aten.norm.ScalarOpt_dim": "input ord dim keepdim", "aten.norm.Scalar": "input ord",
+}  # fmt: skip
 
 
 def _reduced(op: Op, graph: Graph) -> set[int]:
     """The dims reduced, from the arguments."""
     x = graph.values[op.operands[0]].shape
-    dims: Any = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+    names = _ARGUMENTS.get(op.target, "input dim keepdim").split()
+    dims: Any = op.kwargs.get("dim")
+    if "dim" in names and names.index("dim") < len(op.args):
+        dims = op.args[names.index("dim")]
     if dims is None or dims == () or (op.target.endswith(".default") and not isinstance(dims, (tuple, int))):
         return set(range(len(x)))
     return {d % len(x) for d in ((dims,) if isinstance(dims, int) else dims)} if x else set()
 
 
-def _nest(op: Op, graph: Graph, kind: Kind, kernel: str, linear: tuple[int, ...]) -> Nest | None:
+def _nest(
+    op: Op, graph: Graph, kind: Kind, kernel: str, linear: tuple[int, ...] = (), detail: Mapping[str, Any] | None = None
+) -> Nest:
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     gone = _reduced(op, graph)
     keeps = len(y) == len(x) and bool(gone)
@@ -33,7 +51,8 @@ def _nest(op: Op, graph: Graph, kind: Kind, kernel: str, linear: tuple[int, ...]
         linear=linear,
         kernel=kernel,
         flops=math.prod(x),
-        detail={"count": count, "dims": tuple(sorted(gone)), "keepdim": keeps},
+        saved=() if linear else (0,),
+        detail={"count": count, "dims": tuple(sorted(gone)), "keepdim": keeps, **(detail or {})},
     )
 
 
@@ -47,25 +66,47 @@ def mean(op: Op, graph: Graph) -> Nest | None:
     return _nest(op, graph, "sum", "mean", (0,))
 
 
-@rule("amax", "amin", "max.dim", "min.dim", "argmax", "argmin", "var", "std", "logsumexp", "any", "all", "prod",
-      "linalg_vector_norm", "norm", "var_mean", "max.default", "min.default")  # fmt: skip
+@rule("amax", "amin", "max.default", "min.default")
+def extreme(op: Op, graph: Graph) -> Nest | None:
+    """Ties share the gradient."""
+    return _nest(op, graph, "joint", "extreme", detail={"sign": 1 if "max" in op.target else -1})
+
+
+@rule("max.dim", "min.dim", "argmax", "argmin")
+def picked(op: Op, graph: Graph) -> Nest | None:
+    """The extreme along one dim with its place in the whole dim; the first of several takes the gradient."""
+    gone = _reduced(op, graph)
+    kind: Kind = "joint" if len(gone) == 1 and len(graph.values[op.operands[0]].shape) > 1 else "whole"
+    values = len(op.results) > 1
+    return _nest(op, graph, kind, "picked", detail={"sign": 1 if "max" in op.target else -1, "values": values})
+
+
+@rule("var", "std", "var_mean", "std_mean")
+def moments(op: Op, graph: Graph) -> Nest | None:
+    call = Call(op, graph, _ARGUMENTS[op.target])
+    if "correction" in op.target:
+        correction = call.get("correction")
+        correction = 1 if correction is None else correction
+    else:
+        correction = int(call.get("unbiased", True))
+    name = op.target.split(".")[1]
+    detail = {"correction": correction, "root": name.startswith("std"), "mean": name.endswith("mean")}
+    return _nest(op, graph, "joint", "moments", detail=detail)
+
+
+@rule("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim")
+def vector_norm(op: Op, graph: Graph) -> Nest | None:
+    order = Call(op, graph, _ARGUMENTS[op.target]).get("ord", 2)
+    order = 2 if order is None else order
+    joint = math.isfinite(order) and order >= 1 and op.kwargs.get("dtype") is None
+    return _nest(op, graph, "joint" if joint else "whole", "vector_norm", detail={"order": float(order)})
+
+
+@rule("logsumexp")
+def logsumexp(op: Op, graph: Graph) -> Nest | None:
+    return _nest(op, graph, "joint", "logsumexp")
+
+
+@rule("any", "all", "prod")
 def whole(op: Op, graph: Graph) -> Nest | None:
-    if op.target.split(".")[1] in ("linalg_vector_norm", "norm", "var", "std", "var_mean"):
-        return None if not isinstance(op.args[-1], (tuple, bool)) else _vector(op, graph)
-    return _nest(op, graph, "whole", "plain", ())
-
-
-def _vector(op: Op, graph: Graph) -> Nest | None:
-    """var, std and norms take their dims at varying places: keep only the dims that surely survive."""
-    x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
-    kept = 0
-    while kept < min(len(x), len(y)) - (len(x) == len(y)) and x[kept] == y[kept]:
-        kept += 1
-    dims: Any = next((a for a in op.args[1:] if isinstance(a, tuple)), None)
-    if dims is None or any(d % len(x) < kept for d in dims):
-        return None
-    loops = tuple(Loop(name=f"i{d}", size=x[d]) for d in range(kept))
-    lead: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
-    inputs: tuple[Dim, ...] = (*lead, *((size,) for size in x[kept:]))
-    result: tuple[Dim, ...] = (*lead, *((size,) for size in y[kept:]))
-    return Nest(loops=loops, operands=(inputs,), results=(result,) * len(op.results), flops=math.prod(x))
+    return _nest(op, graph, "whole", "plain")

@@ -1,8 +1,9 @@
-"""Interpolation: nearest, linear, bilinear, trilinear and bicubic, as 1-D weights per output row of each dim."""
+"""Interpolation: nearest, linear, bilinear, trilinear and bicubic, antialiased or not: 1-D weights per output row of a dim."""
 
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 from fourfold.graph import Graph, Op
@@ -10,11 +11,12 @@ from fourfold.ops.nest import Dim, Loop, Nest, Window, rule, spatial_label
 from fourfold.ops.window import Rows
 
 _CUBIC = -0.75  # torch's coefficient of the cubic convolution kernel
+_SMOOTH_CUBIC = -0.5  # and the one it antialiases with
 
 
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
       "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-      "upsample_trilinear3d", "upsample_bicubic2d")  # fmt: skip
+      "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")  # fmt: skip
 def interpolate(op: Op, graph: Graph) -> Nest | None:
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     name = op.target.split(".")[1]
@@ -51,10 +53,11 @@ def _taps(
     name: str, o: int, size: int, out: int, align: bool, scale: float | None
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     ratio = 1.0 / scale if scale else size / out
-    if "exact" in name:
-        return (min(int((o + 0.5) * ratio), size - 1),), (1.0,)
+    if name.endswith("_aa"):
+        return _smooth_taps(o, size, (size - 1) / (out - 1) if align and out > 1 else ratio, cubic="cubic" in name)
     if "nearest" in name:
-        return (min(int(o * ratio), size - 1),), (1.0,)
+        at = _single(_single(o + 0.5 * ("exact" in name)) * _single(ratio))
+        return (min(int(at), size - 1),), (1.0,)
     position = (o * (size - 1) / (out - 1) if out > 1 else 0.0) if align else (o + 0.5) * ratio - 0.5
     if "cubic" in name:
         return _cubic_taps(position, size)
@@ -65,6 +68,27 @@ def _taps(
     return ((low,), (1.0,)) if high == low else ((low, high), (1.0 - part, part))
 
 
+def _single(value: float) -> float:
+    """Rounded to float32, in which torch finds nearest rows, whatever the tensor's dtype."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def _smooth_taps(o: int, size: int, ratio: float, *, cubic: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Antialiasing: when shrinking, the filter is stretched over all inputs that fall on an output."""
+    stretch = max(ratio, 1.0)
+    centre, support = ratio * (o + 0.5), (2.0 if cubic else 1.0) * stretch
+    first, last = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), size)
+    raw = [_filter(abs(i - centre + 0.5) / stretch, cubic) for i in range(first, last)]
+    total = sum(raw)
+    return tuple(range(first, last)), tuple(w / total for w in raw)
+
+
+def _filter(t: float, cubic: bool) -> float:
+    if not cubic:
+        return max(0.0, 1.0 - t)
+    return _cubic(t, _SMOOTH_CUBIC) if t < 2 else 0.0
+
+
 def _cubic_taps(position: float, size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     base = math.floor(position)
     part = position - base
@@ -72,8 +96,7 @@ def _cubic_taps(position: float, size: int) -> tuple[tuple[int, ...], tuple[floa
     return taps, tuple(_cubic(abs(part - k)) for k in (-1, 0, 1, 2))
 
 
-def _cubic(t: float) -> float:
-    a = _CUBIC
+def _cubic(t: float, a: float = _CUBIC) -> float:
     if t <= 1:
         return ((a + 2) * t - (a + 3)) * t * t + 1
     return ((a * t - 5 * a) * t + 8 * a) * t - 4 * a

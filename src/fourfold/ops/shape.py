@@ -53,8 +53,12 @@ def regrouped(before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]
 def _group(a: tuple[int, ...], b: tuple[int, ...], sides: tuple[list[Dim], list[Dim]], loops: list[Loop]) -> None:
     cuts = sorted({math.prod(s[k:]) for s in (a, b) for k in range(len(s) + 1)}, reverse=True)
     if any(high % low for high, low in itertools.pairwise(cuts)):
-        sides[0].extend((size,) for size in a)
-        sides[1].extend((size,) for size in b)
+        common, shared = math.gcd(a[0], b[0]), f"r{len(loops)}"  # an outer factor is all they share
+        if common > 1:
+            loops.append(Loop(name=shared, size=common))
+        for side, shape in zip(sides, (a, b), strict=True):
+            side.append((shared, shape[0] // common) if common > 1 else (shape[0],))
+            side.extend((size,) for size in shape[1:])
         return
     named: list[tuple[int, str]] = []  # (product of what lies inside, loop)
     for high, low in itertools.pairwise(cuts):
@@ -82,7 +86,7 @@ def _mapped(op: Op, graph: Graph, order: list[int], kernel: str = "plain") -> Ne
     )
 
 
-@rule("permute", "transpose.int", "t", "numpy_T", "mT", "swapaxes", "adjoint", "matrix_H", "movedim.int")
+@rule("permute", "transpose.int", "t", "numpy_T", "mT", "swapaxes", "adjoint", "matrix_H", "movedim")
 def permute(op: Op, graph: Graph) -> Nest | None:
     rank = len(graph.values[op.operands[0]].shape)
     order = list(range(rank))
@@ -95,9 +99,10 @@ def permute(op: Op, graph: Graph) -> Nest | None:
     elif name in ("mT", "adjoint", "matrix_H"):
         order[-2:] = [rank - 1, rank - 2]
     elif name == "movedim":
-        source, target = (d % rank for d in op.args[1:3])
-        order.remove(source)
-        order.insert(target, source)
+        sources, targets = (((a,) if isinstance(a, int) else a) for a in op.args[1:3])
+        moved = {t % rank: d % rank for d, t in zip(sources, targets, strict=True)}
+        rest = iter(d for d in range(rank) if d not in moved.values())
+        order = [moved[k] if k in moved else next(rest) for k in range(rank)]
     else:
         order.reverse()
     return _mapped(op, graph, order)
@@ -109,15 +114,16 @@ def expand(op: Op, graph: Graph) -> Nest | None:
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
     first = len(y) - len(x)
     dims: tuple[Dim, ...] = tuple((f"i{first + d}",) if size == y[first + d] else () for d, size in enumerate(x))
-    results: tuple[tuple[Dim, ...], ...] = (tuple((loop.name,) for loop in loops),)
-    if len(op.operands) > 1:
-        return None
-    return Nest(loops=loops, operands=(dims,), results=results, linear=(0,), kernel="expand")
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    like = (result,) * (len(op.operands) - 1)  # expand_as: a tensor that lends its shape
+    return Nest(loops=loops, operands=(dims, *like), results=(result,), linear=(0,), kernel="expand")
 
 
 @rule("repeat")
 def repeat(op: Op, graph: Graph) -> Nest | None:
     x, times = graph.values[op.operands[0]].shape, op.args[1]
+    if 0 in times:
+        return None  # nothing at all
     first = len(times) - len(x)
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x))
     result: list[Dim] = [(times[d],) for d in range(first)]
@@ -151,6 +157,17 @@ def cat(op: Op, graph: Graph) -> Nest | None:
     pieces = Concat(tuple(f"k{i}" for i in range(len(shapes))))
     result: tuple[Dim, ...] = tuple((pieces,) if d == dim else (f"i{d}",) for d in range(len(shapes[0])))
     return Nest(loops=tuple(loops), operands=operands, results=(result,), linear=tuple(range(len(shapes))))
+
+
+@rule("glu")
+def glu(op: Op, graph: Graph) -> Nest | None:
+    """Two halves of a dim, row k of the one times the gate of row k of the other: a share owns the same rows of both."""
+    x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    dim = (op.args[1] if len(op.args) > 1 else -1) % len(x)
+    loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
+    dims: tuple[Dim, ...] = tuple((2, f"i{d}") if d == dim else (f"i{d}",) for d in range(len(x)))
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
+    return Nest(loops=loops, operands=(dims,), results=(result,), flops=math.prod(x), saved=(0,))
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")

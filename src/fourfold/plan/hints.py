@@ -47,6 +47,9 @@ def _hint(nest: Nest, terms: tuple[object, ...], results: tuple[str, ...], hints
             return (1, 1)
         outer, unit = _downstream(nest, first.loops[0], results, hints)
         return outer * len(first.loops), unit
+    if isinstance(first, int) and len(terms) == 2 and isinstance(terms[1], str):
+        outer, unit = _downstream(nest, terms[1], results, hints)
+        return outer * first, unit
     if not isinstance(first, str):
         return (1, 1)
     outer, unit = _downstream(nest, first, results, hints)

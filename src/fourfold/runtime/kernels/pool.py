@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from fourfold.ops.nest import Window
 from fourfold.ops.window import Rows
 from fourfold.plan.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
+from fourfold.runtime.kernels.reduce import Picked, place_of
 
 _MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
 
@@ -100,25 +102,37 @@ def _counts(step: Compute, local: Local, i: int) -> Tensor:
 
 @kernel("adaptive_max")
 def adaptive_max(step: Compute, local: Local) -> Run:
-    windows = [(2 + i, t[0]) for i, t in enumerate(step.nest.operands[0][2:]) if t and isinstance(t[0], Window)]
-    if not any(is_split(step, w.loop) for _, w in windows):
+    """Dim by dim from the last, so that the first of equal maxima takes the gradient, as in torch."""
+    terms, axes = step.nest.operands[0], step.axes_of("joint")
+    if not axes and not any(is_split(step, n) for t in terms[2:] for n in _loop(t)):
         return plain(step, local)
-    spans = {}
-    for dim, window in windows:
-        assert isinstance(window.need, Rows)
-        held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
-        spans[dim] = [(held[window.need.taps[o][0]], held[window.need.taps[o][-1]] + 1) for o in local.box(step.gives[0])[dim]]
-    whole = [d for d in range(2, len(step.nest.operands[0])) if d not in spans]
+    passes = [_max_pass(step, local, dim, axes) for dim in reversed(range(2, len(terms)))]
     many = step.op.results[0] != step.op.name
 
     def run(x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        for dim, pieces in spans.items():
-            x = torch.cat([x.narrow(dim, low, high - low).amax(dim, keepdim=True) for low, high in pieces], dim)
-        for dim in whole:
-            x = x.amax(dim, keepdim=True)
+        for reduce in passes:
+            x = reduce(x)
         return (x, torch.zeros_like(x, dtype=torch.long)) if many else x
 
     return run
+
+
+def _max_pass(step: Compute, local: Local, dim: int, axes: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
+    """Maxima along one dim: of every window, of the whole dim, or of the whole dim over the ranks that divide it."""
+    term = step.nest.operands[0][dim][0]
+    if isinstance(term, Window):
+        assert isinstance(term.need, Rows)
+        held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
+        spans = [(held[term.need.taps[o][0]], held[term.need.taps[o][-1]] + 1) for o in local.box(step.gives[0])[dim]]
+        if not spans:
+            return lambda x: x.narrow(dim, 0, 0)
+        return lambda x: torch.cat([x.narrow(dim, low, high - low).max(dim, keepdim=True)[0] for low, high in spans], dim)
+    own = tuple(a for a in axes if step.choice[a] == term)
+    if not own:
+        return lambda x: x.max(dim, keepdim=True)[0]
+    local.world.group(own)  # made now, by all ranks
+    rows = place_of(step, local, dim)
+    return lambda x: Picked.apply(x, dim, rows, local.world, own)[0]  # type: ignore[no-untyped-call]
 
 
 @kernel("resample")

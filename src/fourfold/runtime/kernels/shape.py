@@ -21,7 +21,7 @@ def reshape(step: Compute, local: Local) -> Run:
 @kernel("expand")
 def expand(step: Compute, local: Local) -> Run:
     shape = local.shape(step.gives[0])
-    return lambda x: x.expand(shape)
+    return lambda x, *like: attached(x.expand(shape), like)
 
 
 @kernel("identity")

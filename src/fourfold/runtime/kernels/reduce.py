@@ -1,0 +1,202 @@
+"""Reductions over divided dims that are no sums: every rank finds its own, and a few numbers are joined.
+
+The results are the same on all ranks of the group, and so are their gradients: backward needs no more than what each rank
+holds, but for ties.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.plan.program import Compute
+from fourfold.runtime.kernels.base import Local, Run, kernel, plain
+from fourfold.runtime.world import World
+
+
+class JointSum(torch.autograd.Function):
+    """A sum over ranks whose result, and gradient, is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World, axes: tuple[str, ...]) -> Tensor:
+        return world.summed(x, axes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0], None, None
+
+
+def joint_sum(x: Tensor, world: World, axes: tuple[str, ...]) -> Tensor:
+    return JointSum.apply(x, world, axes)  # type: ignore[no-untyped-call]
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _top(x: Tensor, dims: list[int]) -> Tensor:
+    """The maximum over dims, kept; the least value there is where a shard holds nothing."""
+    if all(x.shape[d] for d in dims):
+        return x.amax(dims, keepdim=True)
+    return x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _least(x.dtype))
+
+
+def _shaped(y: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Without the reduced dims, if the op drops them."""
+    return y if keepdim else y.reshape([s for d, s in enumerate(y.shape) if d not in dims])
+
+
+class _Extreme(torch.autograd.Function):
+    """Maximum over dims and ranks; equal maxima share the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int], world: World, axes: tuple[str, ...]) -> Tensor:
+        top = world.gathered(_top(x, dims), axes).amax(0)
+        ctx.save_for_backward(x == top)
+        ctx.dims, ctx.world, ctx.axes = dims, world, axes
+        return top
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (mask,), g = ctx.saved_tensors, grads[0]
+        ties = ctx.world.summed(mask.sum(ctx.dims, keepdim=True).to(g.dtype), ctx.axes)
+        return mask * (g / ties), None, None, None
+
+
+@kernel("extreme")
+def extreme(step: Compute, local: Local) -> Run:
+    axes, detail = step.axes_of("joint"), step.nest.detail
+    if not axes:
+        return plain(step, local)
+    local.world.group(axes)  # made now, by all ranks
+    dims, sign = list(detail["dims"]), detail["sign"]
+
+    def run(x: Tensor) -> Tensor:
+        y = _Extreme.apply(x * sign, dims, local.world, axes) * sign  # type: ignore[no-untyped-call]
+        return _shaped(y, dims, detail["keepdim"])
+
+    return run
+
+
+class Picked(torch.autograd.Function):
+    """Maximum along one divided dim with its place in the whole dim; the first of equals counts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, rows: Tensor, world: World, axes: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape[dim]:
+            value, at = x.max(dim, keepdim=True)
+            row = rows[at]
+        else:
+            value = _top(x, [dim])
+            row = torch.full_like(value, torch.iinfo(torch.long).max, dtype=torch.long)
+        values, places = world.gathered(value, axes), world.gathered(row, axes)
+        top = values.amax(0)
+        place = torch.where((values == top) | values.isnan(), places, torch.iinfo(torch.long).max).amin(0)
+        ctx.save_for_backward(place, rows)
+        ctx.dim, ctx.rank = dim, x.dim()
+        ctx.mark_non_differentiable(place)
+        return top, place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        place, rows = ctx.saved_tensors
+        mine = rows.view([-1 if d == ctx.dim else 1 for d in range(ctx.rank)])
+        return grads[0] * (place == mine), None, None, None, None
+
+
+def place_of(step: Compute, local: Local, dim: int) -> Tensor:
+    """Global numbers of the rows this rank holds of the first operand."""
+    return torch.tensor(list(local.box(step.needs[0])[dim]), dtype=torch.long, device=local.device)
+
+
+@kernel("picked")
+def picked(step: Compute, local: Local) -> Run:
+    axes, detail = step.axes_of("joint"), step.nest.detail
+    if not axes:
+        return plain(step, local)
+    local.world.group(axes)  # made now, by all ranks
+    (dim,), sign = detail["dims"], detail["sign"]
+    rows = place_of(step, local, dim)
+
+    def run(x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        value, place = Picked.apply(x * sign, dim, rows, local.world, axes)  # type: ignore[no-untyped-call]
+        value, place = (_shaped(t, [dim], detail["keepdim"]) for t in (value * sign, place))
+        return (value, place) if detail["values"] else place
+
+    return run
+
+
+@kernel("moments")
+def moments(step: Compute, local: Local) -> Run:
+    axes, detail = step.axes_of("joint"), step.nest.detail
+    if not axes:
+        return plain(step, local)
+    local.world.group(axes)  # made now, by all ranks
+    dims, count = list(detail["dims"]), detail["count"]
+    freedom = max(count - detail["correction"], 0)
+
+    def run(x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        mean = joint_sum(x.sum(dims, keepdim=True), local.world, axes) / count
+        # the deviations sum to zero, so the variance does not change with the mean to first order: no gradient flows there
+        spread = joint_sum((x - mean.detach()).square().sum(dims, keepdim=True), local.world, axes) / freedom
+        if detail["root"]:
+            spread = torch.where(spread > 0, torch.where(spread > 0, spread, 1.0).sqrt(), spread)
+        out = _shaped(spread, dims, detail["keepdim"])
+        return (out, _shaped(mean, dims, detail["keepdim"])) if detail["mean"] else out
+
+    return run
+
+
+class _Norm(torch.autograd.Function):
+    """``(sum |x|^p)^(1/p)`` over dims and ranks; zero has gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int], order: float, world: World, axes: tuple[str, ...]) -> Tensor:
+        y = world.summed(x.abs().pow(order).sum(dims, keepdim=True), axes).pow(1 / order)
+        ctx.save_for_backward(x, y)
+        ctx.order = order
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        slope = x.sign() * (x.abs() / torch.where(y > 0, y, 1.0)).pow(ctx.order - 1)
+        return grads[0] * slope * (y > 0), None, None, None, None
+
+
+@kernel("vector_norm")
+def vector_norm(step: Compute, local: Local) -> Run:
+    axes, detail = step.axes_of("joint"), step.nest.detail
+    if not axes:
+        return plain(step, local)
+    local.world.group(axes)  # made now, by all ranks
+    dims = list(detail["dims"])
+
+    def run(x: Tensor) -> Tensor:
+        y = _Norm.apply(x, dims, detail["order"], local.world, axes)  # type: ignore[no-untyped-call]
+        return _shaped(y, dims, detail["keepdim"])
+
+    return run
+
+
+@kernel("logsumexp")
+def logsumexp(step: Compute, local: Local) -> Run:
+    axes, detail = step.axes_of("joint"), step.nest.detail
+    if not axes:
+        return plain(step, local)
+    local.world.group(axes)  # made now, by all ranks
+    dims = list(detail["dims"])
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            top = local.world.gathered(_top(x, dims), axes).amax(0)
+            top = torch.where(top.isinf(), torch.zeros_like(top), top)
+        y = top + joint_sum((x - top).exp().sum(dims, keepdim=True), local.world, axes).log()
+        return _shaped(y, dims, detail["keepdim"])
+
+    return run
