@@ -21,6 +21,8 @@ from fourfold.runtime.compare import worst_error
 from fourfold.runtime.trial import Task, Trial, run_task
 from ranks import pool
 
+torch.set_num_threads(1)  # as the ranks have; on busy cores small kernels only wait for more
+
 SMALL: dict[str, dict[str, Any]] = {
     "vgg16-cifar": {"batch": 8, "width": 64, "channels": 8},
     "resnet50": {"batch": 4, "image": 64, "width": 16, "classes": 10},
