@@ -236,8 +236,11 @@ class _Lowering:
         """Leave the gradient sums of parameters to the buckets, where every use of a parameter asks for the same ones."""
         self.reductions: dict[str, tuple[str, ...]] = {}
         aliases: dict[str, str] = {}
+        uses: dict[str, dict[Layout, str]] = {}
+        for (value, need), slot in self.forms.items():
+            uses.setdefault(value, {})[need] = slot
         for name, parameter in self.parameters.items():
-            needs = [need for value, need in self.forms if value == name]
+            needs = list(uses.get(name, ()))
             if not parameter.trainable or not needs:
                 continue
             first = needs[0]
@@ -245,7 +248,7 @@ class _Lowering:
                 axes = self.mesh.ordered(a for a in first.replicate if self.mesh.extent(a) > 1)
                 if axes:
                     self.reductions[name] = axes
-                aliases.update({slot: name for (value, _), slot in self.forms.items() if value == name and slot != name})
+                aliases.update({slot: name for slot in uses[name].values() if slot != name})
         return tuple(_aliased(step, aliases) for step in self.steps if not _dropped(step, aliases))
 
     def _passes(self, region: Passes, at: int) -> int:
@@ -330,7 +333,8 @@ def _is_halo(have: Layout, need: Layout, nest: Nest) -> bool:
 
 def _aliased(step: Step, aliases: Mapping[str, str]) -> Step:
     if isinstance(step, Compute):
-        return replace(step, inputs=tuple(aliases.get(slot, slot) for slot in step.inputs))
+        inputs = tuple(aliases.get(slot, slot) for slot in step.inputs)
+        return step if inputs == step.inputs else replace(step, inputs=inputs)
     if isinstance(step, Repeat):
         bodies: Any = tuple(tuple(_aliased(s, aliases) for s in body if not _dropped(s, aliases)) for body in step.bodies)
         return replace(step, bodies=bodies)
