@@ -201,7 +201,7 @@ class Prepared:
                     cell.status, cell.detail = "wrong", f"{worst.tensor} is off by {worst.error:.1e}"
 
     def _judge_exchange(self, cell: Cell, column: Column, program: Program) -> None:
-        moves = [m for m in program.moves() if m.kind != "parameter"]
+        moves = [m for m in program.moves() if m.value in _fed(program.graph)]
         mesh = program.mesh
         cell.forward = max(sum(s.received(r) for m in moves for s in m.exchange.steps) for r in range(mesh.size))
         cell.backward = max(sum(s.received(r) for m in moves for s in m.exchange.adjoint.steps) for r in range(mesh.size))
@@ -217,9 +217,19 @@ class Prepared:
             cell.detail = f"received {cell.forward} forward and {cell.backward} backward, the bound is {cell.limit}"
 
 
+def _fed(graph: Graph) -> set[str]:
+    """Values that depend on an input: the others are parameters, exchanged as such."""
+    out = set(graph.inputs)
+    for op in graph.ops:
+        if out & set(op.operands):
+            out.update(op.results)
+    return out
+
+
 def _gathers(program: Program, compute: Compute) -> bool:
     """Whether an op runs alike on every rank although an operand was divided."""
-    divided = any(AXIS in program.layouts[name].sharded for name in compute.op.operands)
+    fed = _fed(program.graph)
+    divided = any(AXIS in program.layouts[name].sharded for name in compute.op.operands if name in fed)
     return divided and compute.choice[AXIS] is None
 
 

@@ -44,7 +44,8 @@ def norms() -> Iterator[Case]:
             ("layer norm", "layer norm over channels and space", lambda s=shape: nn.LayerNorm(s[1:]), True),
         ]
         for row, name, op, train in kinds:
-            yield layer(row, f"{name} {count}-D", op, shape, names, "norm", fields={"train": train})
+            whole_groups = {"d1": Column(dim=1, share=True)} if row == "group norm" else {}
+            yield layer(row, f"{name} {count}-D", op, shape, names, "norm", fields={"train": train}, **whole_groups)
     t = (4, 7, 6)
     yield layer("batch norm", "batch norm of features", lambda: nn.BatchNorm1d(6), (7, 6), ("batch", "filter"), "norm")
     yield layer("layer norm", "layer norm", lambda: nn.LayerNorm(6), t, SEQUENCE, "norm")
@@ -93,12 +94,10 @@ def products() -> Iterator[Case]:
         yield product("baddbmm", name, lambda s=shape: Fn(lambda m, x: torch.baddbmm(m.b, x, m.w, beta=0.7, alpha=1.5),
                       w=torch.randn(4, 6, 5), b=torch.randn(s)), t, SEQUENCE)  # fmt: skip
     for name, equation, shape in (("ntd,df->ntf", "ntd,df->ntf", (6, 5)), ("ntd,ntf->ndf", "ntd,ntf->ndf", (4, 7, 5)),
-                                  ("ntd,nsd->nts", "ntd,nsd->nts", (4, 5, 6)), ("ntd,df", "ntd,df", (6, 5)), ("...d,df->...f", "...d,df->...f", (6, 5))):  # fmt: skip
+                                  ("ntd,nsd->nts", "ntd,nsd->nts", (4, 5, 6)), ("ntd,dz", "ntd,dz", (6, 5)), ("...d,df->...f", "...d,df->...f", (6, 5))):  # fmt: skip
         by: dict[str, Column] = {}
         if equation == "ntd,ntf->ndf":
             by = {"domain:0": Column(dim=1, results=2), "filter": Column(dim=2), "channel": Column(dim=1, split="channel", results=2)}
-        if "..." in equation or "->" not in equation:
-            by = {"filter": Column(dim=2, split="filter", gather=True)}
         yield product("einsum", f"einsum {name}", lambda e=equation, s=shape: Fn(lambda m, x: torch.einsum(e, x, m.w), w=torch.randn(s)), t, SEQUENCE, **by)
     yield product("linear", "two linears, gelu between", lambda: nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)), t, SEQUENCE,
                   filter=Column(dim=2, split="filter", gather=True, results=3), channel=Column(dim=2, split="channel", results=4))  # fmt: skip
@@ -166,8 +165,10 @@ def attentions() -> Iterator[Case]:
         bias = torch.linspace(-1, 1, int(torch.tensor(shape).prod())).view(shape)
         yield case(f"attention bias {text}", lambda m, q, k, v: sdpa(q, k, v, m.mask), tensors={"mask": bias}, row="attention with mask")
     kv = (2, 3, 7, 4)
-    yield case("attention grouped", lambda m, q, k, v: sdpa(q, k, v, enable_gqa=True), more=(kv, kv), row="grouped attention")
-    yield case("attention grouped causal", lambda m, q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), more=(kv, kv), row="grouped attention")
+    yield case("attention grouped", lambda m, q, k, v: sdpa(q, k, v, enable_gqa=True), more=(kv, kv), row="grouped attention",
+               filter=Column(dim=1, share=True))  # fmt: skip
+    yield case("attention grouped causal", lambda m, q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), more=(kv, kv), row="grouped attention",
+               filter=Column(dim=1, share=True))  # fmt: skip
     few = (2, 2, 7, 4)
     yield case("attention fewer key heads than ranks", lambda m, q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), more=(few, few),
                row="grouped attention", filter=Column(dim=1, split="filter", extra=4 * 2 * 2 * 7 * 4))  # fmt: skip
@@ -215,6 +216,8 @@ def losses() -> Iterator[Case]:
         yield add("cross-entropy", f"cross-entropy {reduction}", ce, {"ids": ids})
         yield add("cross-entropy", f"cross-entropy {reduction} ignore 2", lambda m, x, ce=ce: ce(m, x, ignore_index=2), {"ids": ids})
         yield add("cross-entropy", f"cross-entropy {reduction} ignore -100", ce, {"ids": ids.where(ids != 3, -100)})
+        yield add("cross-entropy", f"cross-entropy {reduction} weighted ignore 255",
+                  lambda m, x, ce=ce: ce(m, x, weight=m.w.detach(), ignore_index=255), {"ids": ids.where(ids != 3, 255), "w": weight})  # fmt: skip
         yield add("cross-entropy", f"cross-entropy {reduction} smoothed", lambda m, x, ce=ce: ce(m, x, label_smoothing=0.1, ignore_index=1), {"ids": ids})
         yield add("cross-entropy", f"cross-entropy {reduction} weighted",
                   lambda m, x, ce=ce: ce(m, x, weight=m.w.detach(), ignore_index=1), {"ids": ids, "w": weight})  # fmt: skip
@@ -273,6 +276,10 @@ def thin() -> Iterator[Case]:
         why = "a time or hidden split would cost a collective per step"
         if name == "LSTM":
             by |= {"domain:0": whole(1, why), "filter": whole(2, why)}
+        if name == "view":
+            by["batch"] = whole(0, "a batch of one vanishes in the merged dim")
+        if name == "attention":
+            by["filter"] = whole(2, "the width of a head is not divided")
         yield Case(row="empty shards", name=f"thin {name}", op=op, shapes=(shape,), columns=by, ranks=(2, 3, 4), family="thin")
 
 

@@ -236,6 +236,8 @@ def thin() -> Iterator[Case]:
         results = 2 if "global" in name or name == "sum" else 0
         anchored = "conv" in name
         columns = spatial(2, halo, anchor=anchored, results=results)
+        if name == "group norm":
+            columns["filter"] = Column(dim=1, share=True)
         yield case("empty shards", f"thin {name}", op, (1, 4, 2, 3), columns, ranks=(2, 3, 4), family="thin")
 
 

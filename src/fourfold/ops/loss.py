@@ -20,10 +20,7 @@ def cross_entropy(op: Op, graph: Graph) -> Nest | None:
     reduction = call.get("reduction", MEAN)
     kind: Kind = "map" if reduction == NONE else "sum"
     soft = call.spec("target").is_float
-    splits = op.target.startswith("aten.cross") and not soft and not call.get("label_smoothing", 0.0)
-    loops = tuple(
-        Loop(name=f"i{d}", size=size, kind=("joint" if splits else "whole") if d == 1 else kind) for d, size in enumerate(x)
-    )
+    loops = tuple(Loop(name=f"i{d}", size=size, kind="joint" if d == 1 else kind) for d, size in enumerate(x))
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     labels = dims if soft else tuple(d for i, d in enumerate(dims) if i != 1)
     operands = [dims, labels]

@@ -22,18 +22,14 @@ def batch_norm(op: Op, graph: Graph) -> Nest | None:
     names = "input weight bias running_mean running_var training momentum eps"
     call = Call(op, graph, names)
     x = call.shape("input")
-    whole_batch = op.target.startswith("aten.batch_norm")
-    # without running statistics instance norm is per sample; eval-mode batch norm is pointwise
-    if not whole_batch and not call["training"]:
-        return None
-    joint = bool(call["training"])
-    loops = [Loop(name="n", size=x[0], kind="joint" if joint and whole_batch else "map")]
+    whole_batch, joint = op.target.startswith("aten.batch_norm"), bool(call["training"])
+    given = [name for name in names.split()[1:5] if call[name] is not None]
+    # instance norm is per sample, but its running statistics are means over all samples; eval mode is pointwise
+    samples = joint and (whole_batch or "running_mean" in given)
+    loops = [Loop(name="n", size=x[0], kind="joint" if samples else "map")]
     loops.append(Loop(name="c", size=x[1]))
     loops += [Loop(name=f"d{i}", size=size, kind="joint" if joint else "map") for i, size in enumerate(x[2:])]
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
-    given = [name for name in names.split()[1:5] if call[name] is not None]
-    if not whole_batch and any(name.startswith("running") for name in given):
-        return None
     stats: list[tuple[Dim, ...]] = [(("c",),) for _ in given]
     return _nest(call, tuple(loops), dims, stats, "batch_norm" if whole_batch else "instance_norm")
 

@@ -68,6 +68,8 @@ class World:
 
     def summed(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         """The sum of a tensor over the ranks along the axes: a new tensor, added in rank order."""
+        if not axes:
+            return tensor
         rows = self._shared(tensor, axes)
         if rows is not None:
             return rows.sum(0, dtype=tensor.dtype)
@@ -78,6 +80,8 @@ class World:
 
     def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Equal-sized tensors of the ranks along the axes, stacked in rank order."""
+        if not axes:
+            return tensor.unsqueeze(0)
         rows = self._shared(tensor, axes)
         if rows is not None:
             return rows

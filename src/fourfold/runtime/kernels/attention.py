@@ -46,6 +46,11 @@ class _Softmax(torch.autograd.Function):
         return (g - y.exp() * total) if ctx.log else y * (g - total), None, None, None
 
 
+def log_softmax(x: Tensor, dim: int, group: Any) -> Tensor:
+    """log-softmax of a dim divided over a group."""
+    return _Softmax.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
+
+
 @kernel("softmax")
 def softmax(step: Compute, local: Local) -> Run:
     axes = step.axes_of("joint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from fourfold.ops.loss import MEAN, NONE, SUM
 from fourfold.plan.program import Compute
-from fourfold.runtime.kernels.attention import joint_log_softmax
+from fourfold.runtime.kernels.attention import joint_log_softmax, log_softmax
 from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel, overload, plain
+from fourfold.runtime.kernels.reduce import joint_sum
 from fourfold.runtime.world import World
 
 
@@ -57,8 +59,7 @@ def cross_entropy(step: Compute, local: Local) -> Run:
     arguments = Arguments(step, local)
     if sums:
         local.world.group(sums)  # made now, by all ranks
-    place = _places(step, local) if classes else None
-    split = local.world.group(classes) if classes else None
+    divided = _Classes.of(step, local, classes) if classes else None
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     spatial = 1
     for size in step.needs[0].shape[2:]:
@@ -68,8 +69,8 @@ def cross_entropy(step: Compute, local: Local) -> Run:
         args, kwargs = arguments.fill(tensors)
         named = dict(zip(names, args, strict=False)) | kwargs
         x, target, weight = named["input"], named["target"], named.get("weight")
-        if place is not None:
-            losses = _weighted(_PickedLoss.apply(x, _at(place, target, detail), split), target, weight, detail)  # type: ignore[no-untyped-call]
+        if divided is not None:
+            losses = divided.losses(x, target, weight, detail)
             total = losses if detail["reduction"] == NONE else losses.sum()
         else:
             total = _total(x, target, weight, detail)
@@ -99,31 +100,60 @@ def _denominator(
     target: Tensor, weight: Tensor | None, detail: Any, total: Tensor, world: World, axes: tuple[str, ...]
 ) -> Tensor:
     """The sum of the weights of all targets that count, on all ranks."""
-    valid = target != detail["ignore"]
+    valid, safe = _valid(target, detail)
     with torch.no_grad():
-        count = valid.sum().to(total.dtype) if weight is None else (weight[target.clamp(min=0)] * valid).sum().to(total.dtype)
+        count = valid.sum().to(total.dtype) if weight is None else (weight[safe] * valid).sum().to(total.dtype)
         return world.summed(count, axes) if axes else count
 
 
-def _places(step: Compute, local: Local) -> Tensor:
-    """Global class -> local column, -1 where another rank owns it."""
-    owned = torch.tensor(list(local.box(step.needs[0])[1]), dtype=torch.long, device=local.device)
-    place = torch.full((step.needs[0].shape[1],), -1, dtype=torch.long, device=local.device)
-    place[owned] = torch.arange(len(owned), device=local.device)
-    return place
-
-
-def _at(place: Tensor, target: Tensor, detail: Any) -> Tensor:
-    safe = torch.where(target == detail["ignore"], torch.zeros_like(target), target)
-    return place[safe]
-
-
-def _weighted(losses: Tensor, target: Tensor, weight: Tensor | None, detail: Any) -> Tensor:
+def _valid(target: Tensor, detail: Any) -> tuple[Tensor, Tensor]:
+    """Which targets count, and the targets with 0 for those that do not."""
     valid = target != detail["ignore"]
-    losses = losses * valid
-    if weight is not None:
-        losses = losses * weight[torch.where(valid, target, torch.zeros_like(target))]
-    return losses
+    return valid, torch.where(valid, target, torch.zeros_like(target))
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """Classes divided over ranks: every rank has the terms of its own, the loss per sample is their sum."""
+
+    world: World
+    axes: tuple[str, ...]
+    place: Tensor  # global class -> local column, -1 where another rank owns it
+    owned: Tensor
+
+    @staticmethod
+    def of(step: Compute, local: Local, axes: tuple[str, ...]) -> _Classes:
+        local.world.group(axes)  # made now, by all ranks
+        owned = torch.tensor(list(local.box(step.needs[0])[1]), dtype=torch.long, device=local.device)
+        place = torch.full((step.needs[0].shape[1],), -1, dtype=torch.long, device=local.device)
+        place[owned] = torch.arange(len(owned), device=local.device)
+        return _Classes(local.world, axes, place, owned)
+
+    def losses(self, x: Tensor, target: Tensor, weight: Tensor | None, detail: Any) -> Tensor:
+        group, smooth = self.world.group(self.axes), detail["smoothing"]
+        if detail["soft"]:
+            share = target * (1 - smooth) + smooth / len(self.place) if smooth else target
+            return -self._sum(log_softmax(x, 1, group) * share, weight)
+        valid, safe = _valid(target, detail)
+        factor = valid.to(x.dtype) if weight is None else valid * weight[safe]
+        if detail["logits"] and not smooth:
+            return _PickedLoss.apply(x, self.place[safe], group) * factor  # type: ignore[no-untyped-call]
+        logp = log_softmax(x, 1, group) if detail["logits"] else x
+        loss = -self._picked(logp, self.place[safe]) * factor
+        return (1 - smooth) * loss - smooth / len(self.place) * self._sum(logp, weight) * valid if smooth else loss
+
+    def _sum(self, terms: Tensor, weight: Tensor | None) -> Tensor:
+        """Over all classes, weighted."""
+        if weight is not None:
+            terms = terms * weight[self.owned].view(-1, *(1,) * (terms.dim() - 2))
+        return joint_sum(terms.sum(1), self.world, self.axes)
+
+    def _picked(self, logp: Tensor, at: Tensor) -> Tensor:
+        """The value of each target's class."""
+        if not len(self.owned):
+            return joint_sum(logp.sum(1), self.world, self.axes)
+        mine = logp.gather(1, at.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return joint_sum(torch.where(at >= 0, mine, torch.zeros_like(mine)), self.world, self.axes)
 
 
 @kernel("elementwise_loss")

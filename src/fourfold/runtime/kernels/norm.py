@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ class _Shares:
     def total(self) -> int:
         return sum(self.counts)
 
+    @cached_property
+    def weights(self) -> Tensor:
+        """Each rank's part of the whole, as a column."""
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=self.world.device)
+        return (counts / self.total).view(-1, 1, 1)
+
     def summed(self, tensor: Tensor) -> Tensor:
         return self.world.summed(tensor, self.axes)
 
@@ -38,9 +45,10 @@ def _moments(rows: Tensor, shares: _Shares) -> tuple[Tensor, Tensor]:
     else:
         mean, variance = rows.new_zeros(rows.shape[1]), rows.new_zeros(rows.shape[1])
     parts = shares.world.gathered(torch.stack([mean, variance]), shares.axes)
-    weight = torch.tensor(shares.counts, dtype=rows.dtype, device=rows.device).view(-1, 1) / shares.total
-    total = (parts[:, 0] * weight).sum(0)
-    return total, ((parts[:, 1] + (parts[:, 0] - total).square()) * weight).sum(0)
+    weights = shares.weights.to(rows.dtype)
+    joined = (parts * weights).sum(0)
+    joined[1] += ((parts[:, 0] - joined[0]).square_() * weights[:, 0]).sum(0)
+    return joined[0], joined[1]
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -63,18 +71,17 @@ class _BatchNorm(torch.autograd.Function):
         g = grads[0].contiguous()
         scale = torch.rsqrt(variance + ctx.eps)
         ones = weight if weight is not None else torch.ones_like(mean)
+        dx, dw, db = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         if x.numel():
-            dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-                g, x, ones, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            _, dw, db = torch.ops.aten.native_batch_norm_backward(
+                g, x, ones, mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
-        else:
-            dx, dw, db = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        sums = ctx.shares.summed(torch.stack([db, dw])) / ctx.shares.total
-        shape = [1, -1, *(1,) * (x.dim() - 2)]
-        slope = -ones * scale * scale * sums[1]
-        shift = -ones * scale * sums[0] - slope * mean
-        if x.numel():
-            dx = torch.addcmul(dx.add_(shift.view(shape)), x, slope.view(shape))
+        means = ctx.shares.summed(torch.stack([db, dw])) / -ctx.shares.total
+        if x.numel():  # dx = w scale (g - mean(g) - xhat mean(g xhat)), the last two terms as a batch norm of x
+            factor = ones * scale
+            shift, slope = means * factor
+            dx = torch.native_batch_norm(x, slope, shift, mean, variance, False, 0.0, ctx.eps)[0]
+            dx.addcmul_(g, factor.view(1, -1, *(1,) * (x.dim() - 2)))
         return dx, dw if weight is not None else None, db if ctx.has_bias else None, None, None
 
 
@@ -109,16 +116,19 @@ class _Normalize(torch.autograd.Function):
         return dx * scale, None, None, None, None
 
 
-def _shares(step: Compute, local: Local, count: Callable[[tuple[int, ...]], int]) -> _Shares:
-    """The shares of the ranks along the joint axes; `count`: values per statistic from a local shape."""
-    axes, mesh = step.axes_of("joint"), local.world.mesh
-    local.world.group(axes)  # made now, by all ranks
+def _shares(
+    step: Compute, local: Local, count: Callable[[tuple[int, ...]], int], axes: tuple[str, ...] | None = None
+) -> _Shares:
+    """The shares of the ranks along (all) joint axes; `count`: values per statistic from a local shape."""
+    axes, mesh = step.axes_of("joint") if axes is None else axes, local.world.mesh
+    if axes:
+        local.world.group(axes)  # made now, by all ranks
     shapes = [step.needs[0].local_shape(mesh.coords(r)) for r in mesh.group(local.world.rank, axes)]
     return _Shares(local.world, axes, tuple(map(count, shapes)))
 
 
 def _track(buffer: Tensor, value: Tensor, momentum: float) -> None:
-    buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
+    buffer.lerp_(value.to(buffer.dtype), momentum)
 
 
 @kernel("batch_norm")
@@ -145,18 +155,27 @@ def batch_norm(step: Compute, local: Local) -> Run:
 
 @kernel("instance_norm")
 def instance_norm(step: Compute, local: Local) -> Run:
-    axes = step.axes_of("joint")
-    if not axes:
+    joint = step.axes_of("joint")
+    if not joint:
         return plain(step, local)
     arguments = Arguments(step, local)
-    dims = list(range(2, len(step.needs[0].dims)))
-    shares = _shares(step, local, lambda shape: math.prod(shape[2:]))
+    samples = tuple(a for a in joint if step.choice[a] == "n")
+    space = tuple(a for a in joint if a not in samples)
+    shares = _shares(step, local, lambda shape: math.prod(shape[2:]), space)
+    across = _shares(step, local, lambda shape: shape[0], samples)
+    spread = [1, -1, *(1,) * (len(step.needs[0].dims) - 2)]
 
     def run(*tensors: Tensor) -> Tensor:
         args, _ = arguments.fill(tensors)
-        x, weight, bias, eps = args[0], args[1], args[2], args[7]
+        x, weight, bias, running_mean, running_var, _, momentum, eps = args[:8]
         y = _Normalize.apply(x, 2, shares, eps, True)  # type: ignore[no-untyped-call]
-        return _affine(y, weight, bias, [1, -1, *(1,) * len(dims)])
+        if running_mean is not None:
+            with torch.no_grad():
+                rows = [t.view(x.shape[:2]).sum(0) for t in _moments(x.reshape(1, math.prod(x.shape[:2]), -1), shares)]
+                mean, variance = across.summed(torch.stack(rows)) / across.total
+                _track(running_mean, mean, momentum)
+                _track(running_var, variance * (shares.total / max(shares.total - 1, 1)), momentum)
+        return _affine(y, weight, bias, spread)
 
     return run
 
