@@ -210,6 +210,7 @@ class _Builder:
             results=results,
             module=_module_path(node),
             pointwise=torch.Tag.pointwise in overload.tags,
+            inplace=str(node.target) if mutated is not None else "",
             random=torch.Tag.nondeterministic_seeded in overload.tags,
         )
         self._check_storage(op, overload, mutated)

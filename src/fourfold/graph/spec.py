@@ -83,6 +83,7 @@ class Op:
     module: str
     pointwise: bool = False
     random: bool = False
+    inplace: str = ""  # the in-place target it was written as, if it was
 
     @cached_property
     def path(self) -> str:

@@ -26,7 +26,8 @@ from fourfold.errors import WorkerFailed
 CAPACITY = 64 * 1024  # bytes per rank and buffer
 _LINE = 64  # bytes: one counter per cache line
 _FOLDER = "/dev/shm"
-_SPINS = 2000  # polls before the first look at the clock
+_SPINS = 100  # polls before sleeping between them: where ranks share cores, the late one needs them
+_NAP = 50e-6  # seconds
 
 
 def _host() -> str:
@@ -84,8 +85,11 @@ class Board:
     def _wait(self) -> None:
         counters, target, spins, deadline = self._counters, self.round, 0, 0.0
         while int(counters.min()) < target:
-            os.sched_yield()
             spins += 1
+            if spins < _SPINS:
+                os.sched_yield()
+                continue
+            time.sleep(min(_NAP * (spins // _SPINS), 1e-3))
             if spins % _SPINS == 0:
                 now = time.monotonic()
                 deadline = deadline or now + self.timeout

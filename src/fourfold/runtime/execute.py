@@ -7,6 +7,7 @@ on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Executor:
         self.keys = {p.name: p.key for p in graph.parameters}
         trainable = {n: t for n, t in self.state.items() if t.requires_grad}
         self.gradients = Gradients(trainable, program.reductions, world)
-        self._steps = _with_frees(program, [self._bound(step) for step in program.steps])
+        self._steps = _with_frees(program, [self._bound(step) for step in _reusing(program)])
         loss = program.layouts[graph.loss]
         self._loss_axes = world.mesh.ordered(a for a in loss.partial if world.mesh.extent(a) > 1)
         if self._loss_axes:
@@ -202,6 +203,28 @@ def _with_frees(program: Program, bound: list[Callable[[Env], None]]) -> list[tu
         if slot not in kept:
             frees[k].append(slot)
     return [(run, tuple(slots)) for run, slots in zip(bound, frees, strict=True)]
+
+
+_FRESH = ("aten.conv", "aten.batch_norm", "aten.linear", "aten.add")
+"""Ops whose result is new memory that their own backward does not read."""
+
+
+def _reusing(program: Program) -> list[Step]:
+    """The steps, with ops the model wrote in place done in place again where nobody else reads their input."""
+    readers: dict[str, int] = {}
+    for step in program.steps:
+        for slot in _reads(step):
+            readers[slot] = readers.get(slot, 0) + 1
+    kept = set(program.slots.values())
+    fresh = {s.outputs[0] for s in program.steps if isinstance(s, Compute) and s.op.target.startswith(_FRESH)}
+    out: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Compute) and step.op.inplace and step.nest.kernel == "plain" and step.inputs:
+            first = step.inputs[0]
+            if first in fresh and readers[first] == 1 and first not in kept and step.inputs.count(first) == 1:
+                step = replace(step, op=replace(step.op, target=step.op.inplace))
+        out.append(step)
+    return out
 
 
 def _order_of_use(program: Program) -> dict[str, int]:
