@@ -43,8 +43,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         return _told(error)
     except KeyboardInterrupt:
-        print("fourfold: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _line("interrupted", INTERRUPTED)
 
 
 def _told(error: Exception) -> int:
@@ -52,8 +51,8 @@ def _told(error: Exception) -> int:
     if isinstance(error, BrokenPipeError):  # the reader of our output has gone: nothing left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if isinstance(error, typer.Abort):
-        return INTERRUPTED
+    if isinstance(error, typer.Abort):  # what typer makes of a KeyboardInterrupt
+        return _line("interrupted", INTERRUPTED)
     if isinstance(error, WorkerFailed):
         return _line(_without_traceback(str(error)), error.exit_code)
     if isinstance(error, Error):

@@ -7,10 +7,12 @@ symbolic sizes become `Size`, regions under `set_grad_enabled` and `autocast` ar
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import operator
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,11 +91,22 @@ def _export(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dyn
     args = pytree.tree_map(example, (inputs, targets))
     shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, (inputs, targets))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_logs():
             warnings.simplefilter("ignore")
             return torch.export.export(whole, args, dynamic_shapes=shapes if dynamic else None, strict=False)
     except Exception as error:
         raise CaptureFailed(_explained(whole.model, error)) from error
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Export logs a traceback of each failure before it raises; the error we make of it says it in a line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _batched(tensor: Tensor, batch: int) -> bool:
@@ -104,6 +117,7 @@ def _explained(model: nn.Module, error: Exception) -> str:
     """One line: what failed, at which line of the user's code, and what to do about it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and __file__ != f.filename]
     frames = [f for f in frames if "contextlib" not in f.filename and "fourfold" not in f.filename] or frames
+    frames = [f for f in frames if f.line]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
     reason = " ".join((str(error).strip() or type(error).__name__).split())[:200]
     hint = "avoid .item(), data-dependent control flow and Python side effects in forward"

@@ -19,7 +19,7 @@ from fourfold.plan.hints import Hints, block_hints, domain_dims
 from fourfold.plan.layout import Layout, Own
 from fourfold.plan.place import Placement, place
 from fourfold.plan.plan import Passes, Plan
-from fourfold.plan.program import Compute, Move, Program, Repeat, Step
+from fourfold.plan.program import Compute, Move, Program, Repeat, Rows, Step
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
@@ -43,6 +43,7 @@ class _Lowering:
     def __init__(self, graph: Graph, concrete: Graph, plan: Plan, chooser: Chooser | None) -> None:
         self.symbolic, self.graph, self.plan, self.chooser = graph, concrete, plan, chooser
         self.mesh = plan.mesh
+        self.examples: tuple[int, ...] | None = None  # inside a pass: its rows of the whole batch
         self.layouts: dict[str, Layout] = {}
         self.free: set[str] = set()
         self.forms: dict[tuple[str, Layout], str] = {}
@@ -141,8 +142,14 @@ class _Lowering:
                 inputs=inputs,
                 outputs=op.results,
                 dtypes=tuple(self.graph.values[name].dtype for name in op.results),
+                rows=self._rows(op),
             )
         )
+
+    def _rows(self, op: Op) -> Rows | None:
+        """Inside a pass, the examples it has: what masks are drawn for must not depend on the passes."""
+        dim = self.symbolic.batch_dim(op.results[0]) if self.examples is not None else None
+        return Rows(dim, self.plan.batch, self.examples) if dim is not None and self.examples is not None else None
 
     def _offered(self, nest: Nest, explicit: Mapping[str, str]) -> dict[str, str]:
         """Of a pattern that also covers followers, the splits this op has; the rest it follows."""
@@ -291,6 +298,7 @@ class _Lowering:
         total = sum(counts)
         renumbered = Own(own.axes, own.extents, _consecutive(counts))
         sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser)
+        sub.examples = tuple(i for s in own.sets for i in s.parts(region.count)[k])
         layout = self.layouts[entry]
         sub.layouts[entry] = Layout(tuple(renumbered if d == dim else o for d, o in enumerate(layout.dims)))
         sub.free = {n for n in self.free if n not in sub.layouts}

@@ -16,6 +16,15 @@ from fourfold.plan.layout import Layout
 from fourfold.plan.mesh import Mesh
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which examples of the whole batch a pass works on: the batch dim of the result, its whole size, the rows in order."""
+
+    dim: int
+    size: int
+    index: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
     """One op on local shards."""
@@ -28,6 +37,7 @@ class Compute:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dtypes: tuple[str, ...]  # of the results
+    rows: Rows | None = None  # of a random op inside a pass
 
     def axes_of(self, kind: str) -> tuple[str, ...]:
         """Axes that split a loop of this kind."""

@@ -17,9 +17,14 @@ def uniform(step: Compute, local: Local, layout: Layout, dtype: torch.dtype, *mo
     """Numbers in [0, 1) for this rank's part of a tensor."""
     if local.randomness.exact:
         generator = local.randomness.generator(local.device, step.op.name, *more)
-        whole = torch.rand(layout.shape, generator=generator, dtype=torch.float32, device=local.device)
+        shape, rows = list(layout.shape), step.rows
+        if rows is not None:
+            shape[rows.dim] = rows.size
+        whole = torch.rand(shape, generator=generator, dtype=torch.float32, device=local.device)
+        if rows is not None:
+            whole = whole.index_select(rows.dim, torch.tensor(rows.index, device=local.device))
         return local.cut(whole, layout).to(dtype)
-    where = tuple(s.spans for s in local.box(layout))
+    where = (step.rows, *(s.spans for s in local.box(layout)))
     generator = local.randomness.generator(local.device, step.op.name, where, *more)
     return torch.rand(local.shape(layout), generator=generator, dtype=torch.float32, device=local.device).to(dtype)
 

@@ -1,0 +1,319 @@
+"""Whatever a user gets wrong ends in one line on stderr and exit code 2: no traceback, no hang, no process left."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli.door import run
+
+SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
+FACTORIES = '''
+import torch
+from torch import nn
+
+x = torch.zeros(4, 3)
+
+def good(width: int = 3, bias: bool = True, rate: float = 0.5, kind: str = "a"):
+    return nn.Linear(3, width, bias=bias), (x,)
+
+def raises():
+    raise RuntimeError("no weights here\\nsecond line")
+
+def nothing():
+    pass
+
+def three():
+    return nn.Linear(3, 3), (x,), None
+
+def no_module():
+    return "a model", (x,)
+
+def bare_input():
+    return nn.Linear(3, 3), x
+
+def list_of_numbers():
+    return nn.Linear(3, 3), (1.0, 2.0)
+
+def bad_loss():
+    return nn.Linear(3, 3), (x,), (x,), 3
+
+def no_batch():
+    return nn.Linear(3, 3), (torch.zeros(()),)
+
+def needs(size):
+    return nn.Linear(3, size), (x,)
+
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if y.sum() > 0:
+            return y * 2
+        return y
+
+def deciding():
+    return Deciding(), (x,)
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, device="meta"))
+
+    def forward(self, x):
+        return x * self.scale
+
+def meta():
+    return Own(), (torch.zeros(4, 3, device="meta"),)
+
+def vector_loss():
+    return nn.Linear(3, 3), (x,), (x,), lambda y, t: (y - t).square()
+
+def wrong_shape():
+    return nn.Linear(5, 3), (x,)
+
+not_a_function = 3
+'''
+
+
+@pytest.fixture(scope="module")
+def factories(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("factories") / "nets.py"
+    path.write_text(FACTORIES)
+    return str(path)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused; gives the line."""
+
+    def check(*arguments: object, code: int = 2) -> str:
+        assert run([str(a) for a in arguments]) == code
+        out, err = capsys.readouterr()
+        lines = err.strip().splitlines()
+        assert out == ""
+        assert len(lines) == 1, err
+        assert lines[0].startswith("fourfold: ")
+        assert not multiprocessing.active_children()
+        return lines[0]
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inspect", "resnet5"], "unknown model 'resnet5'; did you mean 'resnet50'?"),
+        (["inspect", "resnet50,imag=64"], "no argument 'imag'; did you mean 'image'?"),
+        (["inspect", "resnet50,image"], "argument 'image' of resnet50 has no value; write name=value"),
+        (["inspect", "resnet50,image=big"], "argument 'image' of resnet50 is 'big'; it must be a whole number"),
+        (["inspect", "resnet50,image=64,image=32"], "argument 'image' of resnet50 is given twice"),
+        (["inspect", "vgg16-cifar,image=8"], "image is 8, the least is 32; use image=32 or more"),
+        (["inspect", SMALL, "--batch", "0"], "the batch is 0; it must be at least 1"),
+        (["inspect", "no/such/file.py:net"], "there is no file no/such/file.py"),
+        (["inspect", "no_such_package.models:net"], "there is no module 'no_such_package'"),
+        (["plan", SMALL, "--devices", "2"], "name a --strategy"),
+        (["plan", SMALL, "--strategy", "filtre", "--devices", "2"], "unknown strategy 'filtre'; did you mean 'filter'?"),
+        (["plan", SMALL, "--strategy", "grid:px=2", "--devices", "4"], "strategy grid has no option 'px'; it takes pr, pc"),
+        (["plan", SMALL, "--strategy", "splitbrain:passe=2", "--devices", "4"], "'passe'; did you mean 'passes'?"),
+        (["plan", SMALL, "--strategy", "grid:pr=two", "--devices", "4"], "needs a positive whole number"),
+        (["plan", SMALL, "--strategy", "grid:pr=3", "--devices", "4"], "4 ranks cannot be cut into groups of 3; use one of"),
+        (["plan", SMALL, "--strategy", "data", "--devices", "0"], "0 ranks asked for; use at least 1"),
+        (["plan", SMALL, "--strategy", "data", "--devices", "2", "-o", "no/such/p.json"], "cannot write no/such/p.json"),
+        (["verify", SMALL, "--ranks", "2"], "give either --plan FILE or --strategy NAME"),
+        (["verify", SMALL, "--plan", "p.json", "--strategy", "data"], "not both"),
+        (["verify", SMALL, "--strategy", "data"], "how many ranks? give --ranks N"),
+        (["verify", SMALL, "--strategy", "data", "--ranks", "0"], "--ranks 0; use at least 1"),
+        (["verify", SMALL, "--strategy", "data", "--ranks", "2", "--optimizer", "adam"], "did you mean 'adamw'?"),
+        (["verify", SMALL, "--strategy", "data", "--ranks", "2", "--precision", "fp16"], "unknown precision 'fp16'"),
+        (["train", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "0"], "--steps 0; use at least 1"),
+        (["train", SMALL, "--plan", "no/such/plan.json"], "cannot read plan no/such/plan.json"),
+        (["verify", SMALL, "--strategy", "grid:pr=3", "--ranks", "4"], "4 ranks cannot be cut into groups of 3"),
+        (["simulate", SMALL], "No such command 'simulate'"),
+        (["plan", SMALL, "--stratgy", "data"], "--stratgy"),
+        (["plan", SMALL, "--strategy", "data"], "--devices"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_named_with_its_remedy(refused: Callable[..., str], arguments: list[str], said: str) -> None:
+    assert said in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("goood", "has no 'goood'; did you mean 'good'?"),
+        ("not_a_function", "has a int, no function, 'not_a_function'"),
+        ("good,widht=3", "has no argument 'widht'; did you mean 'width'?"),
+        ("good,width=x", "must be a whole number"),
+        ("good,bias=maybe", "must be true or false"),
+        ("good,rate=fast", "must be a number"),
+        ("needs", "needs size"),
+        ("raises", "raised RuntimeError: no weights here second line"),
+        ("nothing", "returned None; return (module, inputs)"),
+        ("three", "returned a tuple of 3; return (module, inputs)"),
+        ("no_module", "returned a str as the module"),
+        ("bare_input", "returned a Tensor as inputs"),
+        ("list_of_numbers", "returned a float among its inputs"),
+        ("bad_loss", "returned a int as the loss"),
+        ("no_batch", "no tensor with a batch dim"),
+        ("vector_loss", "the loss must be a scalar"),
+    ],
+)
+def test_a_factory_is_named_with_what_it_did(refused: Callable[..., str], factories: str, factory: str, said: str) -> None:
+    line = refused("inspect", f"{factories}:{factory}")
+    assert said in line
+    assert "nets.py" in line or "loss" in line
+
+
+def test_a_broken_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import torch\n1 / 0\n")
+    assert "broken.py raised ZeroDivisionError" in refused("inspect", f"{tmp_path}/broken.py:net")
+
+
+def test_data_dependent_control_flow_is_named_by_line(refused: Callable[..., str], factories: str) -> None:
+    line = refused("inspect", f"{factories}:deciding")
+    assert "Deciding cannot be exported" in line
+    number = FACTORIES.splitlines().index("        if y.sum() > 0:") + 1
+    assert f"nets.py:{number} `if y.sum() > 0:`" in line
+    assert "avoid .item(), data-dependent control flow" in line
+
+
+def test_a_model_that_fails_on_its_own_inputs_is_refused(refused: Callable[..., str], factories: str) -> None:
+    assert "cannot be exported" in refused("inspect", f"{factories}:wrong_shape")
+
+
+def test_a_meta_parameter_nobody_can_initialise_is_named(refused: Callable[..., str], factories: str) -> None:
+    line = refused("verify", f"{factories}:meta", "--strategy", "data", "--ranks", "2")
+    assert "Own" in line
+    assert "no reset_parameters" in line
+
+
+def test_a_split_past_its_limit_names_layer_and_numbers(refused: Callable[..., str]) -> None:
+    line = refused("plan", "vgg16-cifar", "--strategy", "filter", "--devices", "128")
+    assert "features.2.conv2d_1 has 64 filters, fewer than the 128 ranks" in line
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    assert run(["plan", SMALL, "--strategy", "data+filter", "--devices", "2", "-o", str(path)]) == 0
+    return path
+
+
+def changed(source: Path, target: Path, **fields: object) -> Path:
+    target.write_text(json.dumps({**json.loads(source.read_text()), **fields}))
+    return target
+
+
+def test_ranks_must_match_the_plan(refused: Callable[..., str], plan_file: Path) -> None:
+    line = refused("verify", SMALL, "--plan", plan_file, "--ranks", "3")
+    assert "has 2 ranks, 3 are asked to run it; use 2 ranks or plan for 3 devices" in line
+
+
+def test_the_batch_must_match_the_plan(refused: Callable[..., str], plan_file: Path) -> None:
+    assert "is for a batch of 4, --batch is 8" in refused("train", SMALL, "--plan", plan_file, "--batch", "8")
+
+
+def test_a_plan_for_another_model_is_refused(refused: Callable[..., str], plan_file: Path) -> None:
+    line = refused("verify", "vgg16-cifar,batch=4,width=64,channels=4", "--plan", plan_file, "--ranks", "2")
+    assert "the plan was made for graph" in line
+    assert "plan it again" in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"graph": "0123456789abcdef"}, "the plan was made for graph 0123456789abcdef"),
+        ({"version": 99}, "plan file version 99"),
+        ({"mesh": {}}, "needs at least one axis"),
+        ({"mesh": {"data": 0}}, "each of size 1 or more"),
+        ({"splits": [{"op": "features.*", "modle": "filter"}]}, "'modle'; did you mean 'model'?"),
+        ({"splits": [{"op": "features.*", "model": "filtre"}]}, "unknown split 'filtre'; did you mean 'filter'?"),
+        ({"splits": [{"op": "classifier.9*", "model": "filter"}]}, "no op matches 'classifier.9*'"),
+        ({"splits": [{"op": "features.0", "model": "domain:7"}]}, "cannot be split by domain:7"),
+        ({"splits": [{"op": "features.0", "model": "filter", "data": "filter"}], "mesh": {"data": 8, "model": 1}}, "8 ranks"),
+        ({"splits": "all"}, "not a plan"),
+        ({"batch": "many"}, "not a plan"),
+    ],
+)
+def test_a_plan_file_is_checked(
+    refused: Callable[..., str], plan_file: Path, tmp_path: Path, fields: dict[str, object], said: str
+) -> None:
+    path = changed(plan_file, tmp_path / "plan.json", **fields)
+    assert said in refused("verify", SMALL, "--plan", path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1}', "\x00\xff"])
+def test_a_corrupted_plan_file_is_refused(refused: Callable[..., str], tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_bytes(text.encode("latin-1"))
+    assert "plan" in refused("train", SMALL, "--plan", tmp_path / "plan.json")
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The worker processes of a run, by the kernel's own list of its children."""
+    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def endless() -> subprocess.Popen[str]:
+    """A training run in mid-air on two ranks."""
+    command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "1000000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step ")
+    yield process
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def ended(process: subprocess.Popen[str], workers: list[int]) -> tuple[int, list[str]]:
+    _, err = process.communicate(timeout=60)
+    until = time.monotonic() + 10
+    while any(map(alive, workers)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, workers)), "ranks were left behind"
+    return process.returncode, err.strip().splitlines()
+
+
+def test_a_killed_rank_ends_the_run_with_code_3(endless: subprocess.Popen[str]) -> None:
+    workers = ranks_of(endless.pid)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    code, lines = ended(endless, workers)
+    assert code == 3
+    assert len(lines) == 1
+    assert "died (signal SIGKILL" in lines[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_cleanly(endless: subprocess.Popen[str], number: signal.Signals) -> None:
+    workers = ranks_of(endless.pid)
+    if number == signal.SIGINT:
+        os.killpg(endless.pid, number)  # as a terminal does: the ranks get it too
+    else:
+        os.kill(endless.pid, number)
+    code, lines = ended(endless, workers)
+    assert code == 130
+    assert lines == ["fourfold: interrupted"]

@@ -1,0 +1,158 @@
+"""Every model by every named strategy on 2, 3 and 4 ranks against one process: `make verify-all`.
+
+The table, verify_all.json, says for each cell `equal` or `refused: <why>`; a cell that comes out otherwise fails the run, and
+so does a convolutional model (or gpt2 by filter) of whose FLOPs less than 95 % ran split: equality is not to be won by
+gathering. `--record` writes the table anew, for a change to be read in its diff; `--only TEXT` runs the cells whose name
+contains it. One capture and one reference per model, one pool of ranks per count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fourfold.errors import Error, WorkerFailed
+from fourfold.plan import STRATEGIES
+from fourfold.runtime.launch import Ranks
+from fourfold.runtime.reference import Reference
+from fourfold.runtime.subject import Subject, subject
+from fourfold.runtime.verify import verify
+
+TABLE = Path(__file__).with_suffix(".json")
+EQUAL = "equal"
+SPLIT = 0.95
+CONVOLUTIONAL = ("vgg16-cifar", "resnet50", "unet3d", "cosmoflow")
+MODELS = (
+    "vgg16-cifar,batch=4,width=256,channels=16",
+    "resnet50,batch=4,image=64,width=16,classes=10",
+    "unet3d,batch=2,size=32,width=2",
+    "cosmoflow,batch=4,size=32,width=8",
+    "gnmt,batch=4,width=32,vocabulary=101,length=9",
+    "gpt2,batch=4,layers=4,width=96,heads=6,vocabulary=500,length=32",
+)
+MORE = {  # beside the grid: thin and uneven batches, batch norm, uneven shapes, passes, groups of other sizes, dropout
+    "vgg16-cifar,batch=1,width=256,channels=16": [(s, 4) for s in ("data", "spatial", "filter", "data+filter", "splitbrain")],
+    "resnet50,batch=1,image=64,width=16,classes=10": [(s, 4) for s in ("data", "spatial", "data+spatial", "grid")],
+    "vgg16-cifar,batch=5,width=256,channels=16,norm=True": [(s, n) for s in STRATEGIES for n in (2, 4)],
+    "vgg16-cifar,batch=3,image=45,width=250,channels=6,norm=True": [(s, n) for s in STRATEGIES for n in (2, 3)],
+    "unet3d,batch=1,size=24,width=2": [(s, n) for s in ("data", "spatial", "filter", "grid") for n in (3, 4)],
+    "vgg16-cifar,batch=8,width=256,channels=16": [
+        ("splitbrain:k=2", 2), ("splitbrain:k=2", 4), ("splitbrain:k=4", 4), ("grid:pr=1", 4), ("grid:pr=4", 4),
+        ("grid:pr=2,pc=2", 4), ("spatial:d0=2,d1=2", 4), ("spatial:d1=3", 3), ("data+filter:model=4", 4),
+    ],
+    "vgg16-cifar,batch=4,width=256,channels=16,dropout=0.5": [(s, 2) for s in ("data", "filter", "spatial", "splitbrain")],
+    "gpt2,batch=3,layers=2,width=60,heads=5,vocabulary=101,length=17,dropout=0.1": [
+        ("data", 3), ("filter", 3), ("spatial", 3),
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: its name is its key in the table."""
+
+    model: str
+    strategy: str
+    ranks: int
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} | {self.strategy} | {self.ranks} | {self.precision}"
+
+    @property
+    def must_split(self) -> bool:
+        name = self.model.partition(",")[0]
+        in_grid = self.model in MODELS
+        whole_layers = self.strategy in ("spatial", "filter", "channel") and name in CONVOLUTIONAL
+        return in_grid and (whole_layers or (name, self.strategy) == ("gpt2", "filter"))
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, those with the same model and number of ranks together."""
+    for ranks in (2, 3, 4):
+        for model in MODELS:
+            for strategy in STRATEGIES:
+                yield Cell(model, strategy, ranks, "fp64")
+                if ranks == 2:
+                    yield Cell(model, strategy, ranks, "fp32")
+        for model, rows in MORE.items():
+            yield from (Cell(model, strategy, n, "fp64") for strategy, n in rows if n == ranks)
+
+
+@cache
+def prepared(model: str) -> tuple[Subject, Reference]:
+    seen = subject(model)
+    return seen, Reference(subject=seen)
+
+
+def outcome(cell: Cell, ranks: Ranks) -> tuple[str, float | None]:
+    """What a cell comes to, and the fraction of FLOPs split."""
+    seen, reference = prepared(cell.model)
+    try:
+        verdict = verify(
+            seen, seen.plan(cell.strategy, ranks=cell.ranks), ranks, reference=reference, precision=cell.precision
+        )
+    except WorkerFailed as error:
+        return f"failed: {str(error).strip().splitlines()[-1]}", None
+    except Error as error:
+        return f"refused: {error}", None
+    assert verdict is not None
+    worst = verdict.worst
+    word = EQUAL if verdict.equal else f"unequal: {worst.what} {worst.tensor} {worst.error:.1e} > {worst.limit:.1e}"
+    return word, verdict.program.split_flops_fraction
+
+
+def fault(cell: Cell, word: str, split: float | None, table: dict[str, str]) -> str:
+    """What is wrong with an outcome, if anything."""
+    if table.get(cell.name) != word:
+        return f"the table says '{table.get(cell.name, 'nothing')}'"
+    if cell.must_split and split is not None and split < SPLIT:
+        return f"only {split:.1%} of the FLOPs ran split"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write the table from what came out")
+    parser.add_argument("--only", default="", help="run the cells whose name contains this text")
+    options = parser.parse_args()
+    table: dict[str, str] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    chosen = [cell for cell in cells() if options.only in cell.name]
+    found: dict[str, str] = {}
+    faults: list[str] = []
+    begun = time.monotonic()
+    for count in sorted({cell.ranks for cell in chosen}):
+        with Ranks(count, timeout=300) as ranks:
+            for cell in (c for c in chosen if c.ranks == count):
+                since = time.monotonic()
+                word, split = outcome(cell, ranks)
+                found[cell.name] = word
+                wrong = fault(cell, word, split, table)
+                faults += [f"{cell.name}: {word}; {wrong}"] if wrong else []
+                shown = "" if split is None else f", {split:.1%} split"
+                print(f"[{len(found)}/{len(chosen)}] {cell.name}: {word}{shown} ({time.monotonic() - since:.1f} s)"
+                      f"{'  <-- ' + wrong if wrong else ''}", flush=True)  # fmt: skip
+    if options.record:
+        kept = {name: word for name, word in table.items() if name in {c.name for c in cells()}}
+        TABLE.write_text(json.dumps({**kept, **found}, indent=1) + "\n")
+    gone = sorted(set(table) - {c.name for c in cells()})
+    faults += [f"{name}: in the table, but no such cell" for name in gone]
+    equal = sum(word == EQUAL for word in found.values())
+    refused = sum(word.startswith("refused") for word in found.values())
+    minutes = (time.monotonic() - begun) / 60
+    print(f"{len(found)} cells in {minutes:.1f} min: {equal} equal, {refused} refused, {len(found) - equal - refused} neither; "
+          f"{len(faults)} against the table")  # fmt: skip
+    for line in faults:
+        print(f"  {line}")
+    return 1 if faults and not options.record else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
