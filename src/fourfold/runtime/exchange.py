@@ -20,6 +20,9 @@ from fourfold.plan.exchange import Exchange, Step, Transfer, transfers
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
 Mover = Callable[[Tensor], Tensor]
+Finish = Callable[[], Tensor]
+Launcher = Callable[[Tensor], Finish]
+"""Starts a move; what it returns waits for it and gives the result."""
 Spans = tuple[tuple[tuple[int, int], ...], ...]
 
 _MANY_SPANS = 16  # beyond this an index tensor beats a chain of slices
@@ -71,30 +74,44 @@ def _index(pieces: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(low, high, device=device) for low, high in pieces])
 
 
+def launcher(exchange: Exchange, world: World) -> Launcher:
+    """A function that starts this rank's part of an exchange; its last collective runs while others compute."""
+    *first, last = [_bound(step, world) for step in exchange.steps] or [_finished(lambda tensor: tensor)]
+
+    def launch(tensor: Tensor) -> Finish:
+        for step in first:
+            tensor = step(tensor)()
+        return last(tensor)
+
+    return launch
+
+
 def mover(exchange: Exchange, world: World) -> Mover:
     """A function that carries this rank's part of an exchange out."""
-    steps = [_bound(step, world) for step in exchange.steps]
-    if not steps:
-        return lambda tensor: tensor
-
-    def move(tensor: Tensor) -> Tensor:
-        for step in steps:
-            tensor = step(tensor)
-        return tensor
-
-    return move
+    launch = launcher(exchange, world)
+    return lambda tensor: launch(tensor)()
 
 
-def _bound(step: Step, world: World) -> Mover:
+def _bound(step: Step, world: World) -> Launcher:
     if step.pattern == "local":
-        return _local(step, world)
+        return _finished(_local(step, world))
     if step.pattern == "all_reduce":
-        return _all_reduce(step, world)
+        return _finished(_all_reduce(step, world))
     if step.pattern == "all_gather":
         return _all_gather(step, world)
     if step.pattern == "reduce_scatter":
-        return _reduce_scatter(step, world)
+        return _finished(_reduce_scatter(step, world))
     return _all_to_all(step, world)
+
+
+def _finished(move: Mover) -> Launcher:
+    """A move that is done when it is started."""
+
+    def launch(tensor: Tensor) -> Finish:
+        out = move(tensor)
+        return lambda: out
+
+    return launch
 
 
 def _local(step: Step, world: World) -> Mover:
@@ -118,24 +135,29 @@ def _all_reduce(step: Step, world: World) -> Mover:
     return lambda tensor: world.summed(tensor, step.axes)
 
 
-def _all_gather(step: Step, world: World) -> Mover:
+def _all_gather(step: Step, world: World) -> Launcher:
     group, count = world.group(step.axes), world.extent(step.axes)
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
-        return lambda tensor: tensor.new_zeros(shape)
+        return _finished(lambda tensor: tensor.new_zeros(shape))
 
-    def move(tensor: Tensor) -> Tensor:
+    def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor.contiguous())
         if math.prod(shape[: step.dim]) == 1:
-            out = tensor.new_empty(shape)
-            all_gather_single(out.view(-1), tensor.view(-1), group=group)
+            parts = [tensor.new_empty(shape)]
+            work = all_gather_single(parts[0].view(-1), tensor.view(-1), group=group, async_op=True)
         else:
             parts = [torch.empty_like(tensor) for _ in range(count)]
-            dist.all_gather(parts, tensor, group=group)
-            out = torch.cat(parts, step.dim)
-        return out.bool() if bools else out
+            work = dist.all_gather(parts, tensor, group=group, async_op=True)
 
-    return move
+        def finish() -> Tensor:
+            work.wait()
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, step.dim)
+            return out.bool() if bools else out
+
+        return finish
+
+    return launch
 
 
 def _reduce_scatter(step: Step, world: World) -> Mover:
@@ -163,7 +185,7 @@ def _by_peer(items: list[Transfer], members: tuple[int, ...]) -> list[Transfer |
     return [found.get(peer) for peer in members]
 
 
-def _all_to_all(step: Step, world: World) -> Mover:
+def _all_to_all(step: Step, world: World) -> Launcher:
     members = world.members(step.axes)
     incoming = _by_peer(transfers(step, world.rank, incoming=True), members)
     outgoing = _by_peer(transfers(step, world.rank, incoming=False), members)
@@ -177,25 +199,32 @@ def _all_to_all(step: Step, world: World) -> Mover:
     group = world.group(step.axes)  # made by all ranks together, also where only other groups will use theirs
     add = not _tiles([t for t in incoming if t is not None], shape)
 
-    def move(tensor: Tensor) -> Tensor:
+    def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor)
+        pieces = [take(tensor, t.spans).reshape(-1) for k, t in enumerate(outgoing) if t is not None and k != me]
+        packed = torch.cat(pieces) if pieces else tensor.new_empty(0)
+        received = tensor.new_empty(sum(receives))
+        work = None
+        if not silent:
+            work = dist.all_to_all_single(received, packed, receives, sends, group=group, async_op=True)
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = incoming[me], outgoing[me]
-        if not silent:
-            pieces = [take(tensor, t.spans).reshape(-1) for k, t in enumerate(outgoing) if t is not None and k != me]
-            packed = torch.cat(pieces) if pieces else tensor.new_empty(0)
-            received = tensor.new_empty(sum(receives))
-            dist.all_to_all_single(received, packed, receives, sends, group=group)
+        if mine is not None and own is not None:
+            put(out, mine.spans, take(tensor, own.spans), add=add)
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
             offset = 0
             for t, count in zip(incoming, receives, strict=True):
                 if t is not None and count:
                     put(out, t.spans, received[offset : offset + count].view(t.shape), add=add)
                     offset += count
-        if mine is not None and own is not None:
-            put(out, mine.spans, take(tensor, own.spans), add=add)
-        return out.bool() if bools else out
+            return out.bool() if bools else out
 
-    return move
+        return finish
+
+    return launch
 
 
 def _tiles(items: list[Transfer], shape: tuple[int, ...]) -> bool:
@@ -209,9 +238,9 @@ class _Move(torch.autograd.Function):
     """An exchange and, backward, its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Mover, backward: Mover) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, finish: Finish, backward: Mover) -> Tensor:
         ctx.move = backward
-        out = forward(tensor)
+        out = finish()
         return out.view_as(out) if out is tensor else out
 
     @staticmethod
@@ -221,11 +250,21 @@ class _Move(torch.autograd.Function):
 
 def moved(exchange: Exchange, world: World) -> Mover:
     """The differentiable exchange."""
-    forward, backward = mover(exchange, world), mover(exchange.adjoint, world)
+    launch = started(exchange, world)
+    return lambda tensor: launch(tensor)()
 
-    def apply(tensor: Tensor) -> Tensor:
+
+def started(exchange: Exchange, world: World) -> Launcher:
+    """The differentiable exchange in two halves: start now, take the result when it is needed."""
+    forward, backward = launcher(exchange, world), mover(exchange.adjoint, world)
+
+    def launch(tensor: Tensor) -> Finish:
+        finish = forward(tensor.detach())
+        return lambda: apply(tensor, finish)
+
+    def apply(tensor: Tensor, finish: Finish) -> Tensor:
         if not tensor.is_floating_point():
-            return forward(tensor)
-        return _Move.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+            return finish()
+        return _Move.apply(tensor, finish, backward)  # type: ignore[no-untyped-call]
 
-    return apply
+    return launch

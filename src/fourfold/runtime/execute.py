@@ -18,7 +18,7 @@ from fourfold.graph.spec import Constant
 from fourfold.plan.exchange import Exchange
 from fourfold.plan.layout import Layout
 from fourfold.plan.program import Compute, Move, Program, Repeat, Step
-from fourfold.runtime.exchange import moved, mover
+from fourfold.runtime.exchange import moved, mover, started
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
@@ -80,14 +80,24 @@ class Executor:
         return self._repeat(step)
 
     def _repeat(self, step: Repeat) -> Callable[[Env], None]:
-        bodies = [[self._bound(s) for s in body] for body in step.bodies]
+        """Passes; the exchange that opens pass j+1 travels while pass j computes."""
         (entry, dim), count = step.entries[0], len(step.bodies)
+        opening = [next((s for s in b if isinstance(s, Move) and s.source == entry), None) for b in step.bodies]
+        launches = [started(m.exchange, self.world) if m is not None else None for m in opening]
+        bodies = [
+            [self._bound(s) for s in body if s is not first] for body, first in zip(step.bodies, opening, strict=True)
+        ]
 
         def run(env: Env) -> None:
             pieces = torch.tensor_split(env[entry], count, dim)
             outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in step.exits}
-            for piece, body in zip(pieces, bodies, strict=True):
-                inner = {**env, entry: piece}
+            flying = launches[0](pieces[0]) if launches[0] is not None else None
+            for k, (piece, body) in enumerate(zip(pieces, bodies, strict=True)):
+                inner, first, arrived = {**env, entry: piece}, opening[k], flying
+                ahead = launches[k + 1] if k + 1 < count else None
+                flying = ahead(pieces[k + 1]) if ahead is not None else None
+                if first is not None and arrived is not None:
+                    inner[first.target] = arrived()
                 for bound in body:
                     bound(inner)
                 for inside, outside, _ in step.exits:
