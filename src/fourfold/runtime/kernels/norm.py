@@ -85,6 +85,11 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dw if weight is not None else None, db if ctx.has_bias else None, None, None
 
 
+def _rows(x: Tensor, first: int) -> Tensor:
+    """One row per statistic; a shard without samples has no rows, and -1 would not tell their length."""
+    return x.reshape(1, math.prod(x.shape[:first]), math.prod(x.shape[first:]))
+
+
 class _Normalize(torch.autograd.Function):
     """``(x - mean) / std`` (or ``x / rms``) over all dims from `first` on and over ranks, without the affine part."""
 
@@ -94,7 +99,7 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         dims, kept = list(range(first, x.dim())), [*x.shape[:first], *(1,) * (x.dim() - first)]
         if centred:
-            mean, variance = (t.view(kept) for t in _moments(x.reshape(1, math.prod(kept), -1), shares))
+            mean, variance = (t.view(kept) for t in _moments(_rows(x, first), shares))
         else:
             variance = shares.summed(x.square().sum(dims, keepdim=True)) / shares.total
             mean = torch.zeros_like(variance)
@@ -171,7 +176,7 @@ def instance_norm(step: Compute, local: Local) -> Run:
         y = _Normalize.apply(x, 2, shares, eps, True)  # type: ignore[no-untyped-call]
         if running_mean is not None:
             with torch.no_grad():
-                rows = [t.view(x.shape[:2]).sum(0) for t in _moments(x.reshape(1, math.prod(x.shape[:2]), -1), shares)]
+                rows = [t.view(x.shape[:2]).sum(0) for t in _moments(_rows(x, 2), shares)]
                 mean, variance = across.summed(torch.stack(rows)) / across.total
                 _track(running_mean, mean, momentum)
                 _track(running_var, variance * (shares.total / max(shares.total - 1, 1)), momentum)
