@@ -1,0 +1,223 @@
+"""Pipeline schedules as data: for every rank the order of its forwards and backwards, with a readable text form and one
+validator.
+
+An action is written ``2F0``: stage 2, forward, micro-batch 0. Stage s runs on rank ``s mod ranks``; more stages than
+ranks is the interleaved case. Names and memory are BaPipe's (arXiv 2012.12544): `1f1b-sno` keeps N-i micro-batches in
+flight at stage i (of N, from 0), `1f1b-so` doubles the warm-up, so that a transfer hides behind the compute of another
+micro-batch, and pays with 2(N-i)-1 in flight. The asynchronous schedules are planned and replayed, for devices that
+stream transfers under compute; the runtime refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.errors import InvalidInput, nearest
+
+Kind = Literal["F", "B", "FB"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One forward or backward of one micro-batch on one stage. ``FB`` runs a forward and a backward at once (fbp-as)."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    other: int = -1  # the micro-batch of the backward half of FB
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}" + (f"/{self.other}" if self.kind == "FB" else "")
+
+    @property
+    def halves(self) -> tuple[Action, ...]:
+        """The plain actions this one is made of."""
+        if self.kind != "FB":
+            return (self,)
+        return (Action(self.stage, "F", self.microbatch), Action(self.stage, "B", self.other))
+
+
+def parse_action(text: str) -> Action:
+    for kind in ("F", "B"):
+        stage, found, microbatch = text.partition(kind)
+        if found and stage.isdigit() and microbatch.isdigit():
+            return Action(int(stage), kind, int(microbatch))
+    raise InvalidInput(f"'{text}' is not an action; write stage, F or B, micro-batch, as in 2F0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The actions of every rank, in order."""
+
+    name: str
+    stages: int
+    microbatches: int
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches a stage holds between forward and backward."""
+        held = most = 0
+        for action in self.rows[stage % self.ranks]:
+            if action.stage != stage:
+                continue
+            for half in action.halves:
+                if half.microbatch >= 0:
+                    held += 1 if half.kind == "F" else -1
+                    most = max(most, held)
+        return most
+
+    def __str__(self) -> str:
+        return grid(self.rows)
+
+
+def grid(rows: tuple[tuple[Action, ...], ...], marked: int | None = None) -> str:
+    """Rows of actions, one rank a line; a faulty row is marked."""
+    width = max((len(str(a)) for row in rows for a in row), default=3)
+    lines = []
+    for rank, row in enumerate(rows):
+        mark = ">" if rank == marked else " "
+        lines.append(f"{mark} rank {rank}: " + " ".join(f"{a!s:<{width}}" for a in row).rstrip())
+    return "\n".join(lines)
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a schedule that forgets, repeats or misplaces an action, or that would wait for ever."""
+    for rank, row in enumerate(schedule.rows):
+        fault = _row_fault(schedule, rank, row)
+        if fault:
+            raise InvalidInput(f"schedule {schedule.name}, rank {rank}: {fault}\n{grid(schedule.rows, rank)}")
+    done: set[Action] = set()
+    at = [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while at[rank] < len(row) and all(n in done for h in row[at[rank]].halves for n in needs(schedule, h)):
+                done.update(row[at[rank]].halves)
+                at[rank] += 1
+                moved = True
+    stuck = next((r for r, row in enumerate(schedule.rows) if at[r] < len(row)), None)
+    if stuck is not None:
+        waiting = schedule.rows[stuck][at[stuck]]
+        raise InvalidInput(f"schedule {schedule.name}: {waiting} on rank {stuck} waits for ever\n{grid(schedule.rows, stuck)}")
+
+
+def _row_fault(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> str:
+    want = {Action(s, k, m) for s in range(rank, schedule.stages, schedule.ranks) for k in ("F", "B")
+            for m in range(schedule.microbatches)}  # fmt: skip
+    halves = [h for action in row for h in action.halves if h.microbatch >= 0]
+    if len(halves) != len(set(halves)):
+        twice = next(h for h in halves if halves.count(h) > 1)
+        return f"{twice} stands twice"
+    if set(halves) != want:
+        missing, extra = want - set(halves), set(halves) - want
+        return f"{min(missing, key=str)} is missing" if missing else f"{min(extra, key=str)} does not belong here"
+    for half in halves:
+        if half.kind == "B" and halves.index(Action(half.stage, "F", half.microbatch)) > halves.index(half):
+            return f"{half} comes before its forward"
+    return ""
+
+
+def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    """What must be done elsewhere, or before, for an action to start."""
+    s, m = action.stage, action.microbatch
+    if m < 0:
+        return ()
+    if action.kind == "F":
+        return (Action(s - 1, "F", m),) if s else ()
+    own = (Action(s, "F", m),)
+    return own if s == schedule.stages - 1 else (*own, Action(s + 1, "B", m))
+
+
+def _warmed(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
+    """One forward, one backward after a warm-up of so many forwards."""
+    rows = []
+    for stage in range(ranks):
+        ahead = min(warmup(stage), microbatches)
+        row = [Action(stage, "F", m) for m in range(ahead)]
+        for m in range(microbatches):
+            if ahead + m < microbatches:
+                row.append(Action(stage, "F", ahead + m))
+            row.append(Action(stage, "B", m))
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    rows = _warmed(ranks, microbatches, lambda s: microbatches)
+    return Schedule(name="gpipe", stages=ranks, microbatches=microbatches, rows=rows)
+
+
+def one_f_one_b(ranks: int, microbatches: int, name: str = "1f1b-sno") -> Schedule:
+    """A backward as soon as there is one to do."""
+    rows = _warmed(ranks, microbatches, lambda s: ranks - 1 - s)
+    return Schedule(name=name, stages=ranks, microbatches=microbatches, rows=rows)
+
+
+def one_f_one_b_overlapped(ranks: int, microbatches: int) -> Schedule:
+    """Twice the warm-up: between sending and needing a micro-batch lies the compute of another."""
+    rows = _warmed(ranks, microbatches, lambda s: 2 * (ranks - 1 - s))
+    return Schedule(name="1f1b-so", stages=ranks, microbatches=microbatches, rows=rows)
+
+
+def forward_backward_parallel(ranks: int, microbatches: int) -> Schedule:
+    """Forward and backward of different micro-batches share the device at every moment."""
+    rows = []
+    for stage in range(ranks):
+        lag = 2 * (ranks - stage) - 1
+        row = []
+        for slot in range(microbatches + lag):
+            forward = slot if slot < microbatches else -1
+            backward = slot - lag if slot >= lag else -1
+            row.append(Action(stage, "FB", forward, backward))
+        rows.append(tuple(row))
+    return Schedule(name="fbp-as", stages=ranks, microbatches=microbatches, rows=tuple(rows))
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Several stages per rank, micro-batches in groups of `ranks` (Megatron's order): a bubble `chunks` times smaller."""
+    if microbatches % ranks:
+        raise InvalidInput(f"interleaved needs a multiple of {ranks} micro-batches, {microbatches} given")
+    total = microbatches * chunks
+    rows = []
+    for rank in range(ranks):
+        warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
+        order = [_chunk(k, ranks, chunks) for k in range(total)]
+        forwards = [Action(c * ranks + rank, "F", m) for c, m in order]
+        backwards = [Action((chunks - 1 - c) * ranks + rank, "B", m) for c, m in order]
+        row = forwards[:warmup]
+        for k in range(total):
+            row += forwards[warmup + k : warmup + k + 1]
+            row.append(backwards[k])
+        rows.append(tuple(row))
+    return Schedule(name="interleaved", stages=ranks * chunks, microbatches=microbatches, rows=tuple(rows))
+
+
+def _chunk(k: int, ranks: int, chunks: int) -> tuple[int, int]:
+    """The k-th piece of work of a rank: (chunk, micro-batch)."""
+    group, inside = divmod(k, ranks * chunks)
+    return inside // ranks, group * ranks + inside % ranks
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b-sno": one_f_one_b,
+    "1f1b-so": one_f_one_b_overlapped,
+    "1f1b-as": lambda ranks, microbatches: one_f_one_b(ranks, microbatches, "1f1b-as"),
+    "fbp-as": forward_backward_parallel,
+    "interleaved": interleaved,
+}
+ASYNCHRONOUS = ("1f1b-as", "fbp-as")
+
+
+def schedule_named(name: str, ranks: int, microbatches: int) -> Schedule:
+    if name not in SCHEDULES:
+        raise InvalidInput(f"unknown schedule '{name}'{nearest(name, SCHEDULES)}; known: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name](ranks, microbatches)
