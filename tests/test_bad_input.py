@@ -307,7 +307,7 @@ def test_a_killed_rank_ends_the_run_with_code_3(endless: subprocess.Popen[str]) 
     assert "died (signal SIGKILL" in lines[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_ends_cleanly(endless: subprocess.Popen[str], number: signal.Signals) -> None:
     workers = ranks_of(endless.pid)
     if number == signal.SIGINT:

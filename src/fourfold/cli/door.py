@@ -37,6 +37,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             args=None if arguments is None else list(arguments), prog_name="fourfold", standalone_mode=False
         )
         sys.stdout.flush()
+        if answer == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            return _line("interrupted", INTERRUPTED)
         return answer if isinstance(answer, int) else 0
     except Exception as error:
         if os.environ.get("FOURFOLD_TRACEBACK"):
@@ -51,7 +53,7 @@ def _told(error: Exception) -> int:
     if isinstance(error, BrokenPipeError):  # the reader of our output has gone: nothing left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if isinstance(error, typer.Abort):  # what typer makes of a KeyboardInterrupt
+    if isinstance(error, typer.Abort):  # or used to
         return _line("interrupted", INTERRUPTED)
     if isinstance(error, WorkerFailed):
         return _line(_without_traceback(str(error)), error.exit_code)

@@ -8,6 +8,7 @@ symbolic sizes become `Size`, regions under `set_grad_enabled` and `autocast` ar
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import operator
 import traceback
@@ -57,13 +58,21 @@ def batch_of(inputs: Inputs) -> int:
 
 
 def capture(
-    model: nn.Module, inputs: Inputs, targets: tuple[Tensor, ...] = (), loss: Loss | None = None, *, train: bool = True
+    model: nn.Module,
+    inputs: Inputs,
+    targets: tuple[Tensor, ...] = (),
+    loss: Loss | None = None,
+    *,
+    train: bool = True,
+    fixed: bool = False,
 ) -> Graph:
-    """Capture model and loss; the batch stays open if the model allows it."""
+    """Capture model and loss; the batch stays open if the model allows it and `fixed` does not forbid it."""
     whole = WithLoss(model, loss)
     modes = [(module, module.training) for module in model.modules()]
     model.train(train)
     try:
+        if fixed:
+            return _graph(whole, _export(whole, inputs, targets, dynamic=False), inputs, targets, batch=batch_of(inputs))
         try:
             return _graph(whole, _export(whole, inputs, targets, dynamic=True), inputs, targets, batch=None)
         except CaptureFailed as reason:
@@ -91,7 +100,7 @@ def _export(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dyn
     args = pytree.tree_map(example, (inputs, targets))
     shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, (inputs, targets))
     try:
-        with warnings.catch_warnings(), _without_logs():
+        with warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             return torch.export.export(whole, args, dynamic_shapes=shapes if dynamic else None, strict=False)
     except Exception as error:
@@ -100,7 +109,7 @@ def _export(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dyn
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    """Export logs a traceback of each failure before it raises; the error we make of it says it in a line."""
+    """Export logs and prints pages about a failure before it raises; the error we make of it says it in a line."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,0 +1,200 @@
+"""The commands, their JSON and what they print."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold.cli.door import run
+from fourfold.models.material import materialise
+from fourfold.models.spec import build
+from fourfold.plan import load_plan
+
+SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
+FACTORIES = '''
+import torch
+from torch import nn
+
+print("a factory may print")
+
+class Net(nn.Module):
+    def __init__(self, width, bias=True):
+        super().__init__()
+        self.first = nn.Linear(6, width, bias=bias)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, 2)
+
+    def forward(self, x, scale=None):
+        y = self.second(self.norm(self.first(x)).relu())
+        return y if scale is None else y * scale
+
+def plain(width=8, bias: bool = True):
+    return Net(width, bias), (torch.arange(24.0).view(4, 6),)
+
+def with_loss(batch: int = 4):
+    x = torch.randn(batch, 6)
+    return Net(8), (x,), (torch.zeros(batch, 2),), nn.functional.mse_loss
+
+def by_name():
+    return Net(8), {"x": torch.randn(4, 6), "scale": torch.tensor(0.5)}
+
+def on_meta():
+    with torch.device("meta"):
+        return Net(8), (torch.zeros(4, 6),)
+'''
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("nets") / "nets.py"
+    path.write_text(FACTORIES)
+    return str(path)
+
+
+@pytest.fixture
+def record(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs a command with --json; stdout must be one object and nothing else."""
+
+    def call(*arguments: object, code: int = 0) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run([*map(str, arguments), "--json"]) == code
+        out, _ = capsys.readouterr()
+        assert out.count("\n") == 1
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return call
+
+
+def test_help_does_not_load_torch() -> None:
+    script = (
+        "import sys; from fourfold.cli.door import run\n"
+        "code = run(['plan', '--help']); sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--strategy" in done.stdout
+
+
+def test_models_lists_every_factory_with_its_arguments(record: Callable[..., dict[str, Any]]) -> None:
+    rows = {row["name"]: row for row in record("models")["models"]}
+    assert {"alexnet", "vgg16-cifar", "resnet50", "cosmoflow", "gnmt", "unet3d", "gpt2"} <= set(rows)
+    assert rows["resnet50"]["arguments"]["image"] == 224
+    assert all(row["about"] for row in rows.values())
+
+
+def test_inspect_counts_the_model(record: Callable[..., dict[str, Any]]) -> None:
+    found = record("inspect", "vgg16-cifar")
+    module = build("vgg16-cifar", meta=True).module
+    assert found["parameters"] == sum(p.numel() for p in module.parameters())
+    assert found["batch"] == 32
+    limits = {row["split"]: row for row in found["limits"]}
+    assert (limits["batch"]["size"], limits["filter"]["size"]) == (32, 10)
+    assert limits["filter"]["op"] == "classifier.6.linear_2"
+    assert (limits["channel"]["size"], limits["channel"]["op"]) == (3, "features.0.conv2d")
+    assert limits["filter"]["heavy_size"] == 64
+    assert (limits["domain:0"]["size"], limits["domain:0"]["op"]) == (2, "features.24.conv2d_10")
+    assert found["ops_without_rule"] == []
+    assert sum(group["flops"] for group in found["groups"]) == found["flops"]
+
+
+def test_flops_grow_with_the_batch_and_the_hash_does_not(record: Callable[..., dict[str, Any]]) -> None:
+    few, many = (record("inspect", SMALL, "--batch", n) for n in (2, 6))
+    assert many["flops"] == 3 * few["flops"]
+    assert many["graph"] == few["graph"]
+
+
+def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["models"]) == 0
+    assert run(["inspect", "resnet50,image=64"]) == 0
+    assert run(["plan", SMALL, "--strategy", "grid", "--devices", "4", "-o", str(tmp_path / "p.json")]) == 0
+    out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 100
+    assert "\x1b" not in out
+    assert err == ""
+
+
+def test_plan_gives_one_candidate_and_writes_it(record: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    found = record("plan", SMALL, "--strategy", "grid:pr=2,pc=2", "--devices", "4", "--batch", "8", "-o", file)
+    assert found.keys() >= {"model", "cluster", "devices", "batch", "search_seconds", "best", "candidates"}
+    assert (found["devices"], found["batch"], found["best"], found["cluster"]) == (4, 8, 0, None)
+    (candidate,) = found["candidates"]
+    assert candidate["mesh"] == {"data": 2, "model": 2}
+    assert candidate["feasible"] is True
+    assert candidate["stages"][0]["ranks"] == [0, 1, 2, 3]
+    unknown = ("step_seconds", "interval_seconds", "breakdown", "peak_bytes", "capacity_bytes", "schedule")
+    assert [candidate[key] for key in unknown] == [None] * len(unknown)
+    plan = load_plan(file)
+    assert (plan.batch, dict(plan.mesh.axes), plan.strategy) == (8, candidate["mesh"], "grid:pr=2,pc=2")
+
+
+def test_a_thin_layer_that_runs_whole_is_noted(record: Callable[..., dict[str, Any]]) -> None:
+    (candidate,) = record("plan", "vgg16-cifar", "--strategy", "filter", "--devices", "16")["candidates"]
+    assert any("classifier.6" in note for note in candidate["limits"])
+    assert candidate["ops_replicated"] == ["classifier.6.linear_2"]
+    assert candidate["split_flops_fraction"] > 0.99
+
+
+def test_verify_and_train_follow_one_plan(record: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    record("plan", SMALL, "--strategy", "data+filter", "--devices", "2", "-o", file)
+    found = record("verify", SMALL, "--plan", file)
+    assert found["equal"] is True
+    assert found["ranks"] == 2
+    assert found["reference"] == "eager"
+    errors = ("loss_error", "gradient_error", "parameter_error", "output_error", "noise_floor")
+    assert all(0 <= found[key] < 1e-9 for key in errors)
+    assert found["worst"]["tensor"]
+    assert found["split_flops_fraction"] == 1.0
+    assert found["measured_seconds"] > 0
+    missing = ("predicted_seconds", "predicted_peak_bytes", "measured_peak_bytes")
+    assert [found[key] for key in missing] == [None] * 3
+    trained = record("train", SMALL, "--plan", file, "--steps", "2", "--precision", "fp64")
+    assert trained["steps"] == len(trained["losses"]) == 2
+    assert trained["samples_per_second"] == pytest.approx(4 / trained["step_seconds"])
+    assert trained["peak_bytes"] == [None, None]
+    alone = record("train", SMALL, "--strategy", "data", "--ranks", "1", "--steps", "2", "--precision", "fp64")
+    assert trained["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+
+
+def test_an_unequal_run_exits_with_one(
+    record: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold.runtime.verify.TIGHT", 0.0)  # two ranks add in another order than one
+    found = record("verify", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "1", code=1)
+    assert found["equal"] is False
+    assert found["worst"]["error"] > 0
+
+
+@pytest.mark.parametrize("factory", ["plain", "plain,width=9,bias=no", "with_loss", "by_name", "on_meta"])
+def test_a_users_factory_is_verified(record: Callable[..., dict[str, Any]], nets: str, factory: str) -> None:
+    found = record("verify", f"{nets}:{factory}", "--strategy", "data", "--ranks", "2", "--batch", "5", "--optimizer", "adamw")
+    assert found["equal"] is True
+    assert found["plan"]["batch"] == 5
+
+
+def test_a_batch_is_repeated_and_cut_where_the_factory_fixes_it(nets: str) -> None:
+    whole, more = build(f"{nets}:plain"), build(f"{nets}:plain", batch=6)
+    assert torch.equal(more.tensors[0], torch.cat([whole.tensors[0], whole.tensors[0][:2]]))
+    assert build(f"{nets}:by_name", batch=3).batch == 3
+
+
+def test_the_seed_decides_the_weights(nets: str) -> None:
+    first, again, other = (
+        materialise(build(f"{nets}:on_meta", seed=seed), seed=seed).module.state_dict() for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["first.weight"], other["first.weight"])
+    assert float(first["norm.running_var"].sum()) == 8.0
+
+
+def test_a_module_on_the_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_nets.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    assert build("some_nets:plain,width=3").module.first.out_features == 3

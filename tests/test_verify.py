@@ -1,0 +1,149 @@
+"""What "equal" notices, and a covering set of the cells of `make verify-all`."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import verify_all
+from fourfold.runtime.launch import Ranks
+from fourfold.runtime.reference import EAGER, PROGRAM, Reference
+from fourfold.runtime.subject import subject
+from fourfold.runtime.trial import Trial
+from fourfold.runtime.verify import Check, _checks
+
+COVERING = """
+vgg16-cifar,batch=4,width=256,channels=16 | data | 2 | fp64
+vgg16-cifar,batch=4,width=256,channels=16 | spatial | 2 | fp32
+cosmoflow,batch=4,size=32,width=8 | channel | 2 | fp64
+gnmt,batch=4,width=32,vocabulary=101,length=9 | data+filter | 2 | fp64
+gpt2,batch=4,layers=4,width=96,heads=6,vocabulary=500,length=32 | filter | 2 | fp64
+vgg16-cifar,batch=4,width=256,channels=16,dropout=0.5 | splitbrain | 2 | fp64
+resnet50,batch=4,image=64,width=16,classes=10 | spatial | 3 | fp64
+gpt2,batch=3,layers=2,width=60,heads=5,vocabulary=101,length=17,dropout=0.1 | spatial | 3 | fp64
+vgg16-cifar,batch=3,image=45,width=250,channels=6,norm=True | data+filter | 3 | fp64
+vgg16-cifar,batch=1,width=256,channels=16 | data | 4 | fp64
+resnet50,batch=1,image=64,width=16,classes=10 | data+spatial | 4 | fp64
+unet3d,batch=1,size=24,width=2 | filter | 4 | fp64
+vgg16-cifar,batch=8,width=256,channels=16 | splitbrain:k=2 | 4 | fp64
+vgg16-cifar,batch=8,width=256,channels=16 | spatial:d0=2,d1=2 | 4 | fp64
+""".strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, str]:
+    found: dict[str, str] = verify_all.json.loads(verify_all.TABLE.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Ranks]]:
+    """One pool per rank count, the last one used kept open."""
+    open_now: dict[int, Ranks] = {}
+    yield open_now
+    for ranks in open_now.values():
+        ranks.close()
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_a_cell_comes_out_as_the_table_says(name: str, table: dict[str, str], crews: dict[int, Ranks]) -> None:
+    cell = next(c for c in verify_all.cells() if c.name == name)
+    for count in [c for c in crews if c != cell.ranks]:
+        crews.pop(count).close()
+    ranks = crews.setdefault(cell.ranks, Ranks(cell.ranks, timeout=120))
+    word, split = verify_all.outcome(cell, ranks)
+    assert verify_all.fault(cell, word, split, table) == ""
+
+
+def test_the_table_has_every_cell_and_no_other(table: dict[str, str]) -> None:
+    assert set(table) == {cell.name for cell in verify_all.cells()}
+
+
+def test_no_cell_of_the_table_is_unequal(table: dict[str, str]) -> None:
+    assert all(word == verify_all.EQUAL or word.startswith("refused: ") for word in table.values())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path = tmp_path_factory.mktemp("nets") / "net.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def net():\n"
+        "    layers = nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5), nn.ReLU(), nn.Flatten(), nn.Linear(30, 2)\n"
+        "    return nn.Sequential(*layers), (torch.randn(4, 3, 8),)\n"
+    )
+    return Reference(subject=subject(f"{path}:net"))
+
+
+def judged(reference: Reference, trial: Trial, precision: str = "fp64") -> list[Check]:
+    trainable = {p.key for p in reference.subject.graph.parameters if p.trainable}
+    checks, _ = _checks(trial, reference, precision, trainable)
+    return checks
+
+
+def test_the_reference_is_equal_to_itself(reference: Reference) -> None:
+    assert all(check.error == 0 for check in judged(reference, reference.exact))
+    assert all(check.holds for check in judged(reference, reference.single(0), "fp32"))
+
+
+@pytest.mark.parametrize("field", ["outputs", "gradients", "first_state", "state"])
+def test_a_small_error_in_one_tensor_is_noticed_and_named(reference: Reference, field: str) -> None:
+    tensors: dict[str, Any] = getattr(reference.exact, field)
+    for key in [k for k, t in tensors.items() if t.is_floating_point()]:
+        scale = reference.exact.gradients["4.weight"].norm() if field != "outputs" else tensors[key].norm()
+        off = torch.zeros_like(tensors[key])
+        off.view(-1)[0] = scale * 1e-6
+        checks = judged(reference, replace(reference.exact, **{field: {**tensors, key: tensors[key] + off}}))
+        assert [check.tensor for check in checks if not check.holds] == [key]
+
+
+def test_a_counter_that_is_off_by_one_is_noticed(reference: Reference) -> None:
+    state = dict(reference.exact.state)
+    state["1.num_batches_tracked"] = state["1.num_batches_tracked"] + 1
+    (bad,) = [check for check in judged(reference, replace(reference.exact, state=state)) if not check.holds]
+    assert (bad.what, bad.tensor, bad.error) == ("buffer", "1.num_batches_tracked", float("inf"))
+
+
+def test_a_missing_gradient_and_a_nan_are_noticed(reference: Reference) -> None:
+    fewer = {k: g for k, g in reference.exact.gradients.items() if k != "0.weight"}
+    assert not all(c.holds for c in judged(reference, replace(reference.exact, gradients=fewer)))
+    spoilt = {**reference.exact.gradients, "0.weight": reference.exact.gradients["0.weight"] * float("nan")}
+    assert not all(c.holds for c in judged(reference, replace(reference.exact, gradients=spoilt)))
+    lost = [float("nan"), *reference.exact.losses[1:]]
+    assert not all(c.holds for c in judged(reference, replace(reference.exact, losses=lost)))
+
+
+def test_a_bias_before_a_batch_norm_is_compared_with_the_others(reference: Reference) -> None:
+    gradient = reference.exact.gradients["0.bias"]
+    assert float(gradient.norm()) < 1e-12  # truly zero: its relative error says nothing
+    noisy = {**reference.exact.gradients, "0.bias": gradient + 1e-15}
+    assert all(check.holds for check in judged(reference, replace(reference.exact, gradients=noisy)))
+
+
+def test_the_module_is_left_as_it_was(reference: Reference) -> None:
+    assert reference.perturbed.losses
+    now = reference.subject.case.module.state_dict()
+    assert all(torch.equal(now[key], tensor) for key, tensor in reference.start.items())
+    assert now["0.weight"].dtype == torch.float32
+
+
+def test_float64_needs_no_float32_luck(reference: Reference) -> None:
+    checks = judged(reference, reference.single(0), "fp64")
+    assert not all(check.holds for check in checks)
+
+
+@pytest.mark.parametrize(("body", "kind"), [("x.relu()", EAGER), ("nn.functional.dropout(x)", PROGRAM), ("x.float()", PROGRAM)])
+def test_the_reference_is_eager_unless_it_draws_or_casts(tmp_path: Path, body: str, kind: str) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        f"    def forward(self, x):\n        x = super().forward(x)\n        return {body}\n"
+        "def net():\n"
+        "    return Net(3, 3), (torch.randn(4, 3),)\n"
+    )
+    assert Reference(subject=subject(f"{tmp_path}/net.py:net")).kind == kind
