@@ -98,6 +98,22 @@ def test_a_weight_moved_by_a_millionth_is_seen(strategy: str) -> None:
     assert not verdict.equal
 
 
+@pytest.mark.parametrize("text", ["monai_unet,batch=1", "monai_segresnet,batch=1", "llama,batch=1"])
+def test_a_batch_of_one_on_two_by_two_ranks_leaves_some_without_samples_and_is_equal(text: str) -> None:
+    subject = case(text)
+    verdict = verify(subject, subject.plan("data+spatial", ranks=4), pool(4), reference=reference(text))
+    assert verdict is not None
+    assert verdict.equal, verdict.worst
+
+
+@pytest.mark.parametrize("text", ["gpt2", "gpt2,eager=1"])
+def test_heads_dealt_out_unevenly_cost_no_exchange_more_than_even_ones(text: str) -> None:
+    """Four heads on three ranks: the fused projection is cut at heads, and stays cut there."""
+    subject = case(text)
+    moves = {n: len(lower(subject.graph, subject.plan("filter", ranks=n)).moves()) for n in (2, 3)}
+    assert moves[3] == moves[2]
+
+
 @pytest.mark.parametrize("name", FULL)
 def test_a_model_of_full_size_is_lowered_in_less_than_two_seconds(name: str) -> None:
     factory, arguments = FULL[name]
