@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from ranks import Job, Outcome, run_jobs
+from ranks import Job, Outcome, run_job, run_jobs
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -70,6 +70,7 @@ class Case:
     ranks: tuple[int, ...] = (2, 3)
     train: bool = True
     high: int = 0  # inputs are whole numbers below this
+    random: bool = False  # masks are Fourfold's own: the reference is its program on one rank
     family: str = ""
 
 
@@ -153,7 +154,7 @@ class Prepared:
 
     @cached_property
     def graph(self) -> Graph:
-        return capture(self.module, tuple(self.inputs), tuple(self.targets), weighted_sum, train=self.case.train)
+        return capture(self.module, tuple(self.inputs), tuple(self.targets), weighted_sum, train=self.case.train, fixed=True)
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
@@ -169,16 +170,7 @@ class Prepared:
         return Job(name=f"{self.case.name} | {column} | {ranks}", graph=self.graph, plan=plan, state=self.state,
                    inputs=[*self.inputs, *self.targets])  # fmt: skip
 
-    def refused(self, column: str, ranks: int) -> str:
-        """Why the plan cannot be lowered, or nothing."""
-        try:
-            lower(self.graph, self.plan(self.case.columns[column], ranks))
-        except Error as reason:
-            return str(reason)
-        return ""
-
-    def cell(self, column: str, ranks: int, outcome: Outcome) -> Cell:
-        program = lower(self.graph, self.plan(self.case.columns[column], ranks))
+    def cell(self, column: str, ranks: int, program: Program, outcome: Outcome) -> Cell:
         cell = Cell(case=self.case.name, column=column, ranks=ranks, status="ok")
         if outcome.error:
             cell.status, cell.detail = "failed", outcome.error
@@ -187,7 +179,18 @@ class Prepared:
         self._judge_exchange(cell, self.case.columns[column], program)
         return cell
 
+    @cached_property
+    def alone(self) -> Outcome:
+        """The program on one rank."""
+        plan = Plan(graph=self.graph.hash, batch=self.case.shapes[0][0], mesh=Mesh(((AXIS, 1),)))
+        job = Job(name=self.case.name, graph=self.graph, plan=plan, state=self.state, inputs=[*self.inputs, *self.targets])
+        outcome = run_job(job)
+        assert outcome is not None
+        return outcome
+
     def _judge_values(self, cell: Cell, outcome: Outcome) -> None:
+        if self.case.random:
+            self.outputs, self.gradients = list(self.alone.outputs.values()), self.alone.gradients
         pairs = (
             (outcome.outputs, dict(zip(self.graph.outputs, self.outputs, strict=True))),
             (outcome.gradients, {k: v for k, v in self.gradients.items() if k in outcome.gradients or bool(v.any())}),
@@ -238,15 +241,14 @@ def judged(cases: Sequence[Case]) -> list[Cell]:
     prepared = [Prepared(case) for case in cases]
     cells: list[Cell] = []
     for ranks in sorted({n for case in cases for n in case.ranks}):
-        jobs: dict[str, tuple[Prepared, str, Job]] = {}
+        jobs: dict[str, tuple[Prepared, str, Program, Job]] = {}
         for item in prepared:
             for column in item.case.columns if ranks in item.case.ranks else ():
                 job = item.job(column, ranks)
-                reason = item.refused(column, ranks)
-                if reason:
-                    cells.append(Cell(case=item.case.name, column=column, ranks=ranks, status="refused", detail=reason))
-                else:
-                    jobs[job.name] = (item, column, job)
-        outcomes = run_jobs([job for _, _, job in jobs.values()], ranks)
-        cells += [item.cell(column, ranks, outcomes[name]) for name, (item, column, _) in jobs.items()]
+                try:
+                    jobs[job.name] = (item, column, lower(job.graph, job.plan), job)
+                except Error as reason:
+                    cells.append(Cell(case=item.case.name, column=column, ranks=ranks, status="refused", detail=str(reason)))
+        outcomes = run_jobs([job for *_, job in jobs.values()], ranks)
+        cells += [item.cell(column, ranks, program, outcomes[name]) for name, (item, column, program, _) in jobs.items()]
     return cells

@@ -147,7 +147,9 @@ def pointwise() -> Iterator[Case]:
         yield make("broadcasting", f"mul by {text}", lambda m, x: x * m.w, x, IMAGE, "pointwise", {"w": weight})
         yield make("broadcasting", f"div and add by {text}", lambda m, x: x / m.w + m.w, x, IMAGE, "pointwise", {"w": weight})
     yield make("broadcasting", "outer sum", lambda m, x: x.unsqueeze(1) + x.unsqueeze(2), (4, 5, 3), SEQUENCE, "pointwise", d1=Column(dim=1, gather=True))
-    yield make("dropout", "dropout", lambda m, x: F.dropout(x, 0.0), x, IMAGE, "pointwise")
+    for name, f in (("dropout", lambda m, x: F.dropout(x, 0.4)), ("dropout of channels", lambda m, x: F.dropout2d(x, 0.4)),
+                    ("dropout twice", lambda m, x: F.dropout(F.dropout(x, 0.3).exp(), 0.3)), ("rand_like", lambda m, x: x * torch.rand_like(x))):  # fmt: skip
+        yield Case(row="dropout", name=name, op=lambda f=f: Fn(f), shapes=(x,), columns=columns(IMAGE), family="pointwise", random=True)
 
 
 def reductions() -> Iterator[Case]:

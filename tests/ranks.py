@@ -104,7 +104,7 @@ def _serve_jobs(jobs: list[Job], path: str) -> None:
     with open(path, "ab") as file:
         for job in jobs:
             try:
-                outcome = _run(job)
+                outcome = run_job(job)
             except Exception as error:
                 raise RuntimeError(f"{job.name}: {error}") from error
             if outcome is not None:
@@ -119,7 +119,8 @@ def world_of(mesh: Mesh) -> World:
     return _WORLDS[mesh]
 
 
-def _run(job: Job) -> Outcome | None:
+def run_job(job: Job) -> Outcome | None:
+    """One step of a job on this rank; rank 0 gives the outcome."""
     program, world = lower(job.graph, job.plan), world_of(job.plan.mesh)
 
     def load(key: str, layout: Layout) -> Tensor:

@@ -1,0 +1,15 @@
+"""Fixtures of the whole session: the pooled ranks are stopped when the last test is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stop_ranks() -> Iterator[None]:
+    yield
+    if "ranks" in sys.modules:  # only tests that use them import torch
+        sys.modules["ranks"].close_pools()
