@@ -66,6 +66,8 @@ def _told(error: Exception) -> int:
 
 
 def _line(text: str, code: int) -> int:
+    if code == INTERRUPTED and os.environ.get("RANK", "0") != "0":  # torchrun ends the others when one has failed
+        return code
     print(f"fourfold: {' '.join(text.split())}", file=sys.stderr)
     return code
 

@@ -63,8 +63,11 @@ def is_leader() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def crew(count: int | None, *, timeout: float = 600.0) -> Ranks | Joined:
-    """The ranks to run on: those of torchrun if it started us, else `count` local ones."""
+def crew(count: int | None, *, timeout: float = 3600.0) -> Ranks | Joined:
+    """The ranks to run on: those of torchrun if it started us, else `count` local ones.
+
+    The timeout is for a rank lost in computing; one that waits for another in vain fails by that collective's own.
+    """
     if under_torchrun():
         size = int(os.environ["WORLD_SIZE"])
         if count is not None and count != size:
