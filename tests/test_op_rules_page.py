@@ -53,7 +53,7 @@ def test_the_page_prints_what_it_says() -> None:
 
 def job_on_rank(code: list[str], job: Job) -> ranks.Outcome | None:
     with page_rules(code):
-        return ranks._run(job)
+        return ranks.run_job(job)
 
 
 @pytest.mark.parametrize("count", [2, 3])
