@@ -76,15 +76,7 @@ def index(op: Op, graph: Graph) -> Nest | None:
     loops = [Loop(name=f"b{k}", size=size) for k, size in enumerate(shape)]
     loops += [Loop(name=f"i{d}", size=x[d]) for d in rest]
     source: dict[int, Dim] = {d: (f"i{d}",) for d in rest} | {d: (x[d],) for d in at}
-    counted: set[int] = set()
-    for d, spec in zip(at, specs, strict=True):
-        counts = _counts(graph, indices[d].name)
-        if counts is None or not 0 <= counts[1] <= x[d] - max(spec.shape):
-            continue
-        k = counts[0] + width - len(spec.shape)
-        if k not in counted:
-            counted.add(k)
-            source[d] = (Window(f"b{k}", Shift(size=x[d], start=counts[1], count=shape[k])),)
+    source |= _counted(graph, x, {d: indices[d].name for d in at}, width)
     own: list[tuple[Dim, ...]] = []
     for spec in specs:
         skip = width - len(spec.shape)
@@ -95,6 +87,21 @@ def index(op: Op, graph: Graph) -> Nest | None:
         loops=tuple(loops), operands=(tuple(source[d] for d in range(len(x))), *own), results=(result,), linear=(0,),
         kernel="index", saved=tuple(range(1, len(own) + 1)), detail={"dims": tuple(at)},
     )  # fmt: skip
+
+
+def _counted(graph: Graph, x: tuple[int, ...], indices: dict[int, str], width: int) -> dict[int, Dim]:
+    """The dims of x that are read row by row along a dim of the result; of several along one, the first."""
+    out: dict[int, Dim] = {}
+    taken: set[int] = set()
+    for d, name in indices.items():
+        shape, counts = graph.values[name].shape, _counts(graph, name)
+        if counts is None or not 0 <= counts[1] <= x[d] - max(shape):
+            continue
+        k = counts[0] + width - len(shape)
+        if k not in taken:
+            taken.add(k)
+            out[d] = (Window(f"b{k}", Shift(size=x[d], start=counts[1], count=max(shape))),)
+    return out
 
 
 def _size(shape: tuple[int, ...], width: int, k: int) -> int:
