@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
 from fourfold.graph import Graph
-from fourfold.plan import Plan, lower
+from fourfold.plan import Mesh, Plan, Program, lower
 from fourfold.plan.layout import Layout
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
@@ -60,12 +60,23 @@ class Task:
     result: str = ""  # where rank 0 puts the Trial
 
 
+_worlds: dict[Mesh, World] = {}  # of this process: every process group costs threads, so tasks on one mesh share theirs
+
+
+def joined_world(program: Program) -> World:
+    """The world of a program's mesh, with a group for each exchange; all ranks must run the same programs in one order."""
+    wanted = {tuple(s.axes) for m in program.moves() for s in (*m.exchange.steps, *m.exchange.adjoint.steps) if s.axes}
+    world = _worlds.get(program.mesh) or World.join(program.mesh)
+    for axes in sorted(wanted):
+        world.group(axes)
+    return _worlds.setdefault(program.mesh, world)
+
+
 def run_task(task: Task) -> dict[str, Any]:
     """Run a task on this rank; rank 0 writes the result. The answer holds small facts only."""
     data = torch.load(task.data, mmap=True)
     program = lower(task.graph, task.plan)
-    wanted = {tuple(s.axes) for m in program.moves() for s in (*m.exchange.steps, *m.exchange.adjoint.steps) if s.axes}
-    world = World.join(task.plan.mesh, wanted=wanted)
+    world = joined_world(program)
     trial = run_trial(task, program, world, data["state"], data["inputs"])
     if world.rank == 0 and task.result:
         torch.save(trial, task.result)
@@ -123,6 +134,4 @@ def whole_state(executor: Executor) -> dict[str, Tensor]:
 
 
 def one_rank_plan(plan: Plan) -> Plan:
-    from fourfold.plan.mesh import Mesh
-
     return Plan(graph=plan.graph, batch=plan.batch, mesh=Mesh.of(data=1), model=plan.model)
