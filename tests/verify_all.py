@@ -47,6 +47,9 @@ MORE = {  # beside the grid: thin and uneven batches, batch norm, uneven shapes,
         ("grid:pr=2,pc=2", 4), ("spatial:d0=2,d1=2", 4), ("spatial:d1=3", 3), ("data+filter:model=4", 4),
     ],
     "vgg16-cifar,batch=4,width=256,channels=16,dropout=0.5": [(s, 2) for s in ("data", "filter", "spatial", "splitbrain")],
+    "vgg16-cifar,batch=4,width=32,channels=2": [  # too thin: refused, or the classifier takes another way
+        ("filter", 2), ("filter", 3), ("channel", 4), ("data+filter:model=4", 4), ("grid:pr=3", 4), ("spatial:d0=2", 4),
+    ],
     "gpt2,batch=3,layers=2,width=60,heads=5,vocabulary=101,length=17,dropout=0.1": [
         ("data", 3), ("filter", 3), ("spatial", 3),
     ],

@@ -24,10 +24,8 @@ from fourfold.runtime.crew import Crew
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
-from fourfold.runtime.parallel import groups_of
 from fourfold.runtime.subject import Subject, save_data
-from fourfold.runtime.trial import PRECISIONS, Task, optimizer_named
-from fourfold.runtime.world import World
+from fourfold.runtime.trial import PRECISIONS, Task, joined_world, optimizer_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ class Trainer:
         self.examples = [t.clone() for t in data["inputs"]]
         self.seed = seed
         program, dtypes = lower(task.graph, task.plan), PRECISIONS[task.precision]
-        world = World.join(task.plan.mesh, wanted=groups_of(program))
+        world = joined_world(program)
 
         def load(key: str, layout: Layout) -> Tensor:
             full = data["state"][key]
