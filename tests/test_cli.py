@@ -198,3 +198,39 @@ def test_a_module_on_the_path_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "some_nets.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     assert build("some_nets:plain,width=3").module.first.out_features == 3
+
+
+@pytest.mark.slow
+def test_torchrun_gives_one_answer() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fourfold"]
+    done = subprocess.run(
+        [*command, "verify", SMALL, "--strategy", "data", "--json"], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["equal"], found["ranks"]) == (True, 2)
+
+
+def test_progress_stays_on_the_terminal(tmp_path: Path) -> None:
+    """A run with stderr on a terminal and stdout in a file: the file has the lines and no control characters."""
+    import os
+    import pty
+
+    ours, theirs = pty.openpty()
+    out = tmp_path / "out.txt"
+    command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", "data", "--ranks", "1", "--steps", "2"]
+    with out.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=theirs, stdin=subprocess.DEVNULL)
+        os.close(theirs)
+        shown = b""
+        try:
+            while block := os.read(ours, 65536):
+                shown += block
+        except OSError:  # the last holder of the terminal has gone
+            pass
+        assert process.wait(timeout=200) == 0
+    os.close(ours)
+    lines = out.read_text().splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["step", "step"]
+    assert "\x1b" not in out.read_text()
+    assert b"capturing" in shown

@@ -50,6 +50,11 @@ class Voice:
                 yield lambda words: None
                 return
             from rich.console import Console
+            from rich.live import Live
+            from rich.spinner import Spinner
 
-            with Console(stderr=True).status(text) as status:
-                yield lambda words: status.update(words)
+            spinner = Spinner("dots", text=text)
+            # Lines for people pass above the spinner where both are one terminal; a file or a pipe gets them itself.
+            shared = sys.stdout.isatty()
+            with Live(spinner, console=Console(stderr=True), transient=True, redirect_stdout=shared, redirect_stderr=False):
+                yield lambda words: spinner.update(text=words)
