@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from ranks import Job, Outcome, run_job, run_jobs
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -28,9 +27,10 @@ from fourfold.plan import Plan, lower
 from fourfold.plan.mesh import Mesh
 from fourfold.plan.program import Compute, Program
 from fourfold.runtime.compare import worst_error
+from ranks import Job, Outcome, joined, run_job, run_jobs
 
 TOLERANCE = 1e-9
-AXIS = "ranks"
+AXIS, SECOND = "ranks", "others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,14 @@ class Column:
     extra: int = 0
     expect: str = "ok"
     why: str = ""
+    second: int | None = None  # dim divided along a second axis, of two ranks; the first then has half of them
+    second_split: str = ""
 
     def limit(self, x: tuple[int, ...], y: int, ranks: int) -> int:
         numel = math.prod(x)
         row = numel // x[self.dim] if self.dim < len(x) else 0
+        if self.second is not None:
+            row += numel // x[self.second]
         share = -(-max(numel, y) // ranks) + row if self.share else 0
         return self.halo * row + share + (numel if self.gather else 0) + self.results * y + self.extra
 
@@ -161,14 +165,28 @@ class Prepared:
         return {k: v.detach() for k, v in (*self.module.named_parameters(), *self.module.named_buffers())}
 
     def plan(self, column: Column, ranks: int) -> Plan:
-        splits = (("op*", {AXIS: column.split}),) if column.split else ()
-        return Plan(graph=self.graph.hash, batch=self.case.shapes[0][0], mesh=Mesh(((AXIS, ranks),)),
-                    inputs={AXIS: f"dim:{column.dim}"}, splits=splits)  # fmt: skip
+        axes, inputs, split = ((AXIS, ranks),), {AXIS: f"dim:{column.dim}"}, {AXIS: column.split}
+        if column.second is not None:
+            axes = ((AXIS, ranks // 2), (SECOND, 2))
+            inputs[SECOND], split[SECOND] = f"dim:{column.second}", column.second_split
+        wanted = {axis: name for axis, name in split.items() if name}
+        return Plan(
+            graph=self.graph.hash,
+            batch=self.case.shapes[0][0],
+            mesh=Mesh(axes),
+            inputs=inputs,
+            splits=(("op*", wanted),) if wanted else (),
+        )
 
     def job(self, column: str, ranks: int) -> Job:
         plan = self.plan(self.case.columns[column], ranks)
-        return Job(name=f"{self.case.name} | {column} | {ranks}", graph=self.graph, plan=plan, state=self.state,
-                   inputs=[*self.inputs, *self.targets])  # fmt: skip
+        return Job(
+            name=f"{self.case.name} | {column} | {ranks}",
+            graph=self.graph,
+            plan=plan,
+            state=self.state,
+            inputs=[*self.inputs, *self.targets],
+        )
 
     def cell(self, column: str, ranks: int, program: Program, outcome: Outcome) -> Cell:
         cell = Cell(case=self.case.name, column=column, ranks=ranks, status="ok")
@@ -184,9 +202,7 @@ class Prepared:
         """The program on one rank."""
         plan = Plan(graph=self.graph.hash, batch=self.case.shapes[0][0], mesh=Mesh(((AXIS, 1),)))
         job = Job(name=self.case.name, graph=self.graph, plan=plan, state=self.state, inputs=[*self.inputs, *self.targets])
-        outcome = run_job(job)
-        assert outcome is not None
-        return outcome
+        return joined(plan.mesh, [run_job(job)])
 
     def _judge_values(self, cell: Cell, outcome: Outcome) -> None:
         if self.case.random:
@@ -232,8 +248,8 @@ def _fed(graph: Graph) -> set[str]:
 def _gathers(program: Program, compute: Compute) -> bool:
     """Whether an op runs alike on every rank although an operand was divided."""
     fed = _fed(program.graph)
-    divided = any(AXIS in program.layouts[name].sharded for name in compute.op.operands if name in fed)
-    return divided and compute.choice[AXIS] is None
+    divided = {axis for name in compute.op.operands if name in fed for axis in program.layouts[name].sharded}
+    return any(compute.choice[axis] is None for axis in divided)
 
 
 def judged(cases: Sequence[Case]) -> list[Cell]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
-from matrix import Case, Column, Fn
 from torch import nn
+
+from matrix import Case, Column, Fn
 
 SIZES: dict[int, tuple[tuple[int, ...], ...]] = {1: ((16,), (15,)), 2: ((8, 9),), 3: ((6, 7, 8),)}
 """Even and odd sizes; of two and three ranks at least one has uneven shards in each."""
@@ -34,7 +35,9 @@ def spatial(count: int, halo: int, *, anchor: bool = False, **fields: Any) -> di
     return columns | domains(count, halo=halo, **fields)
 
 
-def case(row: str, name: str, op: Callable[[], nn.Module], shape: tuple[int, ...], columns: dict[str, Column], **more: Any) -> Case:
+def case(
+    row: str, name: str, op: Callable[[], nn.Module], shape: tuple[int, ...], columns: dict[str, Column], **more: Any
+) -> Case:
     return Case(row=row, name=f"{name} on {'x'.join(map(str, shape))}", op=op, shapes=(shape,), columns=columns, **more)
 
 
@@ -79,15 +82,43 @@ def convolutions() -> Iterator[Case]:
                     columns["channel"] = Column(dim=1, split="channel", results=2, share=True)
                 op = _module(CONV[count], channels, 12 if "two filters" in row else 6, args)
                 yield case(row, row, op, (4, channels, *size), columns, family="conv")
-    yield case("stride 2 on odd shards 9+9", "conv 3 stride 2 on 9+9", _module(CONV[2], 4, 4, {"kernel_size": 3, "stride": 2, "padding": 1}),
-               (2, 4, 18, 9), spatial(2, 4, anchor=True), ranks=(2, 3, 4), family="conv")  # fmt: skip
+    yield case(
+        "stride 2 on odd shards 9+9",
+        "conv 3 stride 2 on 9+9",
+        _module(CONV[2], 4, 4, {"kernel_size": 3, "stride": 2, "padding": 1}),
+        (2, 4, 18, 9),
+        spatial(2, 4, anchor=True),
+        ranks=(2, 3, 4),
+        family="conv",
+    )
     wide = {"kernel_size": 9, "padding": 4}
-    yield case("halo wider than a neighbour's shard", "conv 9 pad 4", _module(CONV[1], 4, 4, wide), (2, 4, 10),
-               spatial(1, 8, anchor=True), ranks=(2, 3, 4), family="conv")  # fmt: skip
-    yield case("halo wider than a neighbour's shard", "conv 7 pad 3 dilation 2", _module(CONV[2], 3, 3, {"kernel_size": 5, "padding": 4, "dilation": 2}),
-               (2, 3, 7, 8), spatial(2, 8, anchor=True), ranks=(2, 3, 4)[:2], family="conv")  # fmt: skip
-    yield case("width 15 (uneven)", "conv 3 pad 1 width 15", _module(CONV[2], 4, 4, {"kernel_size": 3, "padding": 1}), (2, 4, 5, 15),
-               spatial(2, 2, anchor=True), ranks=(2, 3, 4), family="conv")  # fmt: skip
+    yield case(
+        "halo wider than a neighbour's shard",
+        "conv 9 pad 4",
+        _module(CONV[1], 4, 4, wide),
+        (2, 4, 10),
+        spatial(1, 8, anchor=True),
+        ranks=(2, 3, 4),
+        family="conv",
+    )
+    yield case(
+        "halo wider than a neighbour's shard",
+        "conv 7 pad 3 dilation 2",
+        _module(CONV[2], 3, 3, {"kernel_size": 5, "padding": 4, "dilation": 2}),
+        (2, 3, 7, 8),
+        spatial(2, 8, anchor=True),
+        ranks=(2, 3, 4)[:2],
+        family="conv",
+    )
+    yield case(
+        "width 15 (uneven)",
+        "conv 3 pad 1 width 15",
+        _module(CONV[2], 4, 4, {"kernel_size": 3, "padding": 1}),
+        (2, 4, 5, 15),
+        spatial(2, 2, anchor=True),
+        ranks=(2, 3, 4),
+        family="conv",
+    )
 
 
 def _module(kind: Any, channels: int, filters: int, args: dict[str, Any]) -> Callable[[], nn.Module]:
@@ -122,12 +153,18 @@ def pools() -> Iterator[Case]:
         ("max pool 3 stride 1 dilation 2", MAX, {"kernel_size": 3, "stride": 1, "dilation": 2, "padding": 1}),
         ("avg pool 2", AVG, {"kernel_size": 2}),
         ("avg pool 3 stride 2 pad 1", AVG, {"kernel_size": 3, "stride": 2, "padding": 1}),
-        ("avg pool 3 stride 2 pad 1, pad not counted", AVG,
-         {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False}),
+        (
+            "avg pool 3 stride 2 pad 1, pad not counted",
+            AVG,
+            {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False},
+        ),
         ("avg pool 3 stride 2 ceil mode", AVG, {"kernel_size": 3, "stride": 2, "ceil_mode": True, "padding": 1}),
-        ("avg pool 2 stride 2 ceil mode, pad not counted", AVG,
-         {"kernel_size": 2, "stride": 2, "ceil_mode": True, "padding": 1, "count_include_pad": False}),
-    ]  # fmt: skip
+        (
+            "avg pool 2 stride 2 ceil mode, pad not counted",
+            AVG,
+            {"kernel_size": 2, "stride": 2, "ceil_mode": True, "padding": 1, "count_include_pad": False},
+        ),
+    ]
     for row, kind, args in kinds:
         for count, sizes in SIZES.items():
             for size in sizes:
@@ -135,19 +172,41 @@ def pools() -> Iterator[Case]:
                 yield case(row, row, _pool(kind[count], args), (4, 4, *size), spatial(count, halo), family="pool")
     for count in (2, 3):
         args = {"kernel_size": 3, "stride": 2, "divisor_override": 5}
-        yield case("avg pool divisor override", "avg pool 3 stride 2 divisor 5", _pool(AVG[count], args), (4, 4, *SIZES[count][0]),
-                   spatial(count, reach(3, 2)), family="pool")  # fmt: skip
-    yield case("max pool (2, 3) stride (1, 2)", "max pool (2, 3) stride (1, 2)", lambda: nn.MaxPool2d((2, 3), (1, 2), (1, 0)), (4, 4, 8, 9),
-               spatial(2, 5), family="pool")  # fmt: skip
+        yield case(
+            "avg pool divisor override",
+            "avg pool 3 stride 2 divisor 5",
+            _pool(AVG[count], args),
+            (4, 4, *SIZES[count][0]),
+            spatial(count, reach(3, 2)),
+            family="pool",
+        )
+    yield case(
+        "max pool (2, 3) stride (1, 2)",
+        "max pool (2, 3) stride (1, 2)",
+        lambda: nn.MaxPool2d((2, 3), (1, 2), (1, 0)),
+        (4, 4, 8, 9),
+        spatial(2, 5),
+        family="pool",
+    )
     for count, sizes in SIZES.items():
         for size in sizes:
             for kind, name in ((ADAPTIVE_AVG, "average"), (ADAPTIVE_MAX, "max")):
-                for row, out in ((f"global {name} pool", (1,) * count), (f"adaptive {name} pool, divisible", tuple(s // 2 if s % 2 == 0 else s for s in size)),
-                                 (f"adaptive {name} pool, not divisible", tuple(s - 3 for s in size))):  # fmt: skip
+                for row, out in (
+                    (f"global {name} pool", (1,) * count),
+                    (f"adaptive {name} pool, divisible", tuple(s // 2 if s % 2 == 0 else s for s in size)),
+                    (f"adaptive {name} pool, not divisible", tuple(s - 3 for s in size)),
+                ):
                     columns = spatial(count, 4, results=2 if out[0] == 1 else 0)
                     if out[0] == 1 and name == "max":
                         columns = spatial(count, 0, results=2)
-                    yield case(row, f"{row} to {'x'.join(map(str, out))}", _adaptive(kind[count], out), (4, 4, *size), columns, family="pool")
+                    yield case(
+                        row,
+                        f"{row} to {'x'.join(map(str, out))}",
+                        _adaptive(kind[count], out),
+                        (4, 4, *size),
+                        columns,
+                        family="pool",
+                    )
 
 
 def _pool(kind: Any, args: dict[str, Any]) -> Callable[[], nn.Module]:
@@ -201,7 +260,9 @@ def paddings() -> Iterator[Case]:
         for size in sizes:
             for mode in ("constant", "reflect", "replicate", "circular"):
                 amounts = (1, 2) * count
-                row = {"reflect": "reflect / circular padding", "circular": "reflect / circular padding"}.get(mode, f"{mode} padding")
+                row = {"reflect": "reflect / circular padding", "circular": "reflect / circular padding"}.get(
+                    mode, f"{mode} padding"
+                )
                 value = {"value": 1.5} if mode == "constant" else {}
                 op = _pad(amounts, {"mode": mode, **value})
                 yield case(row, f"pad {mode} {count}-D", op, (4, 4, *size), spatial(count, 6), family="padding")

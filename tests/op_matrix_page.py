@@ -14,29 +14,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matrix_axes
 import matrix_layers
+import matrix_losses
 import matrix_shapes
 import matrix_windows
 from matrix import Case, Cell, judged
 from ranks import close_pools
 
-CASES: tuple[Case, ...] = (*matrix_windows.CASES, *matrix_layers.CASES, *matrix_shapes.CASES)
+FILES = (matrix_windows, matrix_layers, matrix_losses, matrix_shapes, matrix_axes)
+CASES: tuple[Case, ...] = tuple(case for file in FILES for case in file.CASES)
 RESULTS = Path(__file__).with_name("op_matrix.json")
 PAGE = Path(__file__).parents[1] / "docs" / "op-matrix.md"
-COLUMNS = ("batch", "filter", "channel", "domain:0", "domain:1", "domain:2")
+COLUMNS = ("batch", "filter", "channel", "domain:0", "domain:1", "domain:2", *matrix_axes.PAIRS)
 TITLES = {
     "conv": "Convolutions", "pool": "Pooling", "interpolation": "Interpolation", "padding": "Padding", "norm": "Norms",
-    "product": "Products", "lookup": "Look-ups", "recurrent": "Recurrent layers", "softmax": "Softmax", "attention": "Attention",
-    "loss": "Losses", "shape": "Shapes", "pointwise": "Pointwise", "reduction": "Reductions", "thin": "Fewer than ranks",
+    "product": "Products", "lookup": "Look-ups", "recurrent": "Recurrent layers", "softmax": "Softmax",
+    "attention": "Attention", "loss": "Losses", "shape": "Shapes", "pointwise": "Pointwise", "reduction": "Reductions",
+    "thin": "Fewer than ranks", "axes": "Two axes",
 }  # fmt: skip
 
 HEAD = """# The op matrix
 
 Every op below ran divided over two and three (some four) ranks, in float64, and gave what eager PyTorch gives on one: the
 outputs, the gradients of inputs and parameters, and the running buffers, to 1e-9. **ok** also means that the op ran on its
-own shard and that no rank received more than its rule allows: a halo of a window's reach, its share where rows change place,
-one gather or one sum of the result where the split asks for that; never the tensor. **whole** is right too, but a divided
-input was gathered first: the note says why. An empty field: the op has no such split.
+own shard and that no rank received more than its rule allows, forward or backward: a halo of a window's reach under a domain
+split, nothing under a batch split, its share where rows change place, the input once under a filter split, the sum of the
+result under a channel split. (The few numbers per row that norms, softmaxes and losses join inside their kernels are not
+counted.) **whole** is right too, but a divided input was gathered first: the note says why. An empty field: no such split.
 
 `tests/matrix*.py` hold the cases, `tests/test_op_matrix.py` tries them all again. This page is made by
 `python tests/op_matrix_page.py`.
@@ -74,7 +79,9 @@ def _table(title: str, rows: Mapping[str, list[Case]], results: Mapping[str, lis
     for row, cases in rows.items():
         fields = [_field(cases, column, results, notes) for column in columns]
         lines.append(f"| {row} | {len(cases)} | {' | '.join(fields)} |")
-    return "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1)), ""]) if notes else "\n".join([*lines, ""])
+    return (
+        "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1)), ""]) if notes else "\n".join([*lines, ""])
+    )
 
 
 def _field(cases: Sequence[Case], column: str, results: Mapping[str, list[Any]], notes: list[str]) -> str:

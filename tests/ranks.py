@@ -1,20 +1,22 @@
 """Local ranks for tests: one pool of workers per count for the whole session, and jobs that run many small graphs in one go.
 
-A job is a graph, a plan, the stored tensors and the inputs. Rank 0 writes each outcome down as soon as it has it, so
-that after a crash the job at fault is known by name and the others still count.
+A job is a graph, a plan, the stored tensors and the inputs. Every rank writes its parts of the results down as soon as it
+has them; the parent puts them together, so that no collective of the tests' own is needed, ranks that should agree are
+averaged (a wrong one shows), and after a crash the job at fault is known by name while the others still count.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import WorkerFailed
@@ -22,10 +24,11 @@ from fourfold.graph import Graph
 from fourfold.plan import Plan, lower
 from fourfold.plan.layout import Layout
 from fourfold.plan.mesh import Mesh
+from fourfold.runtime.exchange import put
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.trial import executor_cut, whole_state
+from fourfold.runtime.trial import executor_cut
 from fourfold.runtime.world import World
 
 _POOLS: dict[int, Ranks] = {}
@@ -43,6 +46,19 @@ class Job:
     inputs: list[Tensor]
 
 
+Parts = dict[str, tuple[Layout, Tensor]]
+
+
+@dataclass(kw_only=True)
+class Share:
+    """What one rank holds after a step: outputs, gradients and buffers, each with the layout it is a part of."""
+
+    name: str
+    outputs: Parts
+    gradients: Parts
+    state: Parts
+
+
 @dataclass(kw_only=True)
 class Outcome:
     """Whole tensors after one step; `error` is the failing rank's traceback if there is nothing else."""
@@ -52,6 +68,27 @@ class Outcome:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     error: str = ""
+
+
+def joined(mesh: Mesh, shares: Sequence[Share]) -> Outcome:
+    """The whole tensors from the shares of all ranks, in rank order."""
+
+    def whole(kind: str) -> dict[str, Tensor]:
+        first: Parts = getattr(shares[0], kind)
+        return {key: _whole(mesh, layout, [getattr(s, kind)[key][1] for s in shares]) for key, (layout, _) in first.items()}
+
+    return Outcome(name=shares[0].name, outputs=whole("outputs"), gradients=whole("gradients"), state=whole("state"))
+
+
+def _whole(mesh: Mesh, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    """Parts added where they lie, over how often each place is held; partial values are summed, not averaged."""
+    total = torch.zeros(layout.shape, dtype=torch.float64)
+    times = torch.zeros(layout.shape, dtype=torch.float64)
+    for rank, part in enumerate(parts):
+        spans = tuple(s.spans for s in layout.box(mesh.coords(rank)))
+        put(total, spans, part.double(), add=True)
+        put(times, spans, torch.ones(part.shape, dtype=torch.float64), add=True)
+    return total / times * math.prod(mesh.extent(axis) for axis in layout.partial)
 
 
 def pool(count: int) -> Ranks:
@@ -75,14 +112,15 @@ def run_jobs(jobs: Sequence[Job], count: int) -> dict[str, Outcome]:
     while rest:
         with tempfile.TemporaryDirectory(prefix="fourfold-jobs-") as folder:
             path = Path(folder, "outcomes")
-            path.touch()
             error = ""
             try:
                 pool(count)(_serve_jobs, rest, str(path))
             except WorkerFailed as failure:
                 error = str(failure)
-            for outcome in _read(path):
-                done[outcome.name] = outcome
+            by_rank = [_read(Path(f"{path}.{rank}")) for rank in range(count)]
+            for job in rest:
+                if all(job.name in shares for shares in by_rank):
+                    done[job.name] = joined(job.plan.mesh, [shares[job.name] for shares in by_rank])
         rest = [job for job in rest if job.name not in done]
         if error and rest:
             done[rest[0].name] = Outcome(name=rest[0].name, error=error)
@@ -90,26 +128,28 @@ def run_jobs(jobs: Sequence[Job], count: int) -> dict[str, Outcome]:
     return done
 
 
-def _read(path: Path) -> list[Outcome]:
-    out = []
+def _read(path: Path) -> dict[str, Share]:
+    out: dict[str, Share] = {}
+    if not path.exists():
+        return out
     with path.open("rb") as file:
         while True:
             try:
-                out.append(pickle.load(file))
+                share = pickle.load(file)
             except (EOFError, pickle.UnpicklingError):
                 return out
+            out[share.name] = share
 
 
 def _serve_jobs(jobs: list[Job], path: str) -> None:
-    with open(path, "ab") as file:
+    with open(f"{path}.{dist.get_rank()}", "ab") as file:
         for job in jobs:
             try:
-                outcome = run_job(job)
+                share = run_job(job)
             except Exception as error:
                 raise RuntimeError(f"{job.name}: {error}") from error
-            if outcome is not None:
-                pickle.dump(outcome, file)
-                file.flush()
+            pickle.dump(share, file)
+            file.flush()
 
 
 def world_of(mesh: Mesh) -> World:
@@ -119,8 +159,8 @@ def world_of(mesh: Mesh) -> World:
     return _WORLDS[mesh]
 
 
-def run_job(job: Job) -> Outcome | None:
-    """One step of a job on this rank; rank 0 gives the outcome."""
+def run_job(job: Job) -> Share:
+    """One step of a job on this rank."""
     program, world = lower(job.graph, job.plan), world_of(job.plan.mesh)
 
     def load(key: str, layout: Layout) -> Tensor:
@@ -129,14 +169,12 @@ def run_job(job: Job) -> Outcome | None:
     executor = Executor(program, world, load, randomness=Randomness(exact=True))
     names = (*job.graph.inputs, *job.graph.targets)
     _, out = executor.forward_backward({n: executor.cut(n, t) for n, t in zip(names, job.inputs, strict=True)})
-    outputs = {n: executor.whole(program.layouts[n], out[n]) for n in program.outputs}
-    gradients: dict[str, Any] = {}
+    outputs = {n: (program.layouts[n], out[n].detach().clone()) for n in program.outputs}
+    gradients, state = {}, {}
     for name, tensor in executor.state.items():
+        key, layout = executor.keys[name], program.stored[name]
         if tensor.requires_grad:
-            grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            gradients[executor.keys[name]] = executor.whole(program.stored[name], grad)
-    state = whole_state(executor)
-    if world.rank != 0:
-        return None
-    kept = {k: v.clone() for k, v in state.items() if not v.requires_grad}
-    return Outcome(name=job.name, outputs=outputs, gradients=gradients, state=kept)
+            gradients[key] = (layout, (tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)).clone())
+        else:
+            state[key] = (layout, tensor.clone())
+    return Share(name=job.name, outputs=outputs, gradients=gradients, state=state)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from matrix import TOLERANCE, Case, Cell, judged
+
+from fourfold.plan import lower
+from matrix import TOLERANCE, Case, Cell, Column, Fn, Prepared, judged
 from op_matrix_page import CASES, PAGE, load, page
 
 BY_NAME = {case.name: case for case in CASES}
@@ -48,6 +50,17 @@ def test_op_equals_eager_on_every_split(name: str, cells_of: Callable[[Case], li
         assert [cell.status, cell.forward, cell.backward, cell.limit] == recorded.get(cell.key), (
             f"{cell.key} is not what the results file says; run python tests/op_matrix_page.py"
         )
+
+
+def test_a_wrong_number_and_a_gathered_tensor_are_seen() -> None:
+    case = Case(
+        row="", name="sorted", op=lambda: Fn(lambda m, x: x.sort(1)[0]), shapes=((2, 4),), columns={"filter": Column(dim=1)}
+    )
+    item = Prepared(case)
+    program = lower(item.graph, item.plan(case.columns["filter"], 2))
+    assert item.cell("filter", 2, program, item.alone).status == "whole"
+    next(iter(item.alone.gradients.values()))[0, 0] += 1e-6
+    assert item.cell("filter", 2, program, item.alone).status == "wrong"
 
 
 def test_every_row_of_the_peers_table_is_ok_in_every_column() -> None:

@@ -66,7 +66,13 @@ def test_any_convolution_equals_eager(data: Any, count: int, ranks: int, groups:
     halo = [d * (k - 1) + 2 * s for d, k, s in zip(dilation, kernel, stride, strict=True)]
     column, how = data.draw(splits(count, halo, anchor=True))
     channels, filters = groups * data.draw(st.integers(1, 3)), groups * data.draw(st.integers(1, 3))
-    check(lambda: CONV[count](channels, filters, kernel, stride, padding, dilation, groups, bias), (3, channels, *size), column, how, ranks)
+    check(
+        lambda: CONV[count](channels, filters, kernel, stride, padding, dilation, groups, bias),
+        (3, channels, *size),
+        column,
+        how,
+        ranks,
+    )
 
 
 @few
@@ -81,8 +87,13 @@ def test_any_transposed_convolution_equals_eager(data: Any, count: int, ranks: i
     halo = [-(-d * (k - 1) // s) + 2 + p + e for d, k, s, p, e in zip(dilation, kernel, stride, padding, extra, strict=True)]
     column, how = data.draw(splits(count, halo, anchor=True))
     channels, filters = groups * data.draw(st.integers(1, 3)), groups * data.draw(st.integers(1, 3))
-    check(lambda: TRANSPOSED[count](channels, filters, kernel, stride, padding, extra, groups, True, dilation),
-          (3, channels, *size), column, how, ranks)  # fmt: skip
+    check(
+        lambda: TRANSPOSED[count](channels, filters, kernel, stride, padding, extra, groups, True, dilation),
+        (3, channels, *size),
+        column,
+        how,
+        ranks,
+    )
 
 
 @few
@@ -96,7 +107,9 @@ def test_any_pooling_equals_eager(data: Any, count: int, ranks: int, ceil: bool,
     halo = [d * (k - 1) + 2 * s + 1 for d, k, s in zip(dilation, kernel, stride, strict=True)]
     column, how = data.draw(splits(count, halo, anchor=False))
     op: Callable[[], nn.Module] = lambda: (  # noqa: E731
-        AVG[count](kernel, stride, padding, ceil, inside) if average else MAX[count](kernel, stride, padding, dilation, ceil_mode=ceil)
+        AVG[count](kernel, stride, padding, ceil, inside)
+        if average
+        else MAX[count](kernel, stride, padding, dilation, ceil_mode=ceil)
     )
     check(op, (3, 4, *size), column, how, ranks)
 
@@ -113,7 +126,12 @@ def test_any_adaptive_pooling_equals_eager(data: Any, count: int, ranks: int, av
 
 
 @few
-@given(data=st.data(), count=st.integers(1, 3), ranks=RANKS, mode=st.sampled_from(["nearest", "nearest-exact", "linear", "bicubic"]))
+@given(
+    data=st.data(),
+    count=st.integers(1, 3),
+    ranks=RANKS,
+    mode=st.sampled_from(["nearest", "nearest-exact", "linear", "bicubic"]),
+)
 def test_any_interpolation_equals_eager(data: Any, count: int, ranks: int, mode: str) -> None:
     count = 2 if mode == "bicubic" else count
     size = each(data.draw, count, 2, 14 - 3 * count)
@@ -152,7 +170,14 @@ def test_any_chain_of_reshapes_equals_eager(data: Any, numel: int, ranks: int) -
             x = torch.tanh(x.reshape(shape)) + x.reshape(shape).flip(0)
         return x
 
-    case = Case(row="", name=f"reshapes {shapes}", op=lambda: Fn(chain), shapes=(shapes[0],), columns={"dim": Column(dim=dim)}, ranks=(ranks,))
+    case = Case(
+        row="",
+        name=f"reshapes {shapes}",
+        op=lambda: Fn(chain),
+        shapes=(shapes[0],),
+        columns={"dim": Column(dim=dim)},
+        ranks=(ranks,),
+    )
     (cell,) = judged([case])
     assert cell.status in ("ok", "whole"), f"{shapes} divided on {dim} over {ranks}: {cell.detail}"
 
@@ -171,9 +196,17 @@ def test_a_reshape_is_a_regrouping_of_common_factors(data: Any, numel: int) -> N
 
 
 @many
-@given(size=st.integers(1, 20), kernel=st.integers(1, 5), stride=st.integers(1, 4), pad=st.integers(0, 4),
-       dilation=st.integers(1, 3), data=st.data())  # fmt: skip
-def test_a_sliding_window_needs_what_its_taps_read(size: int, kernel: int, stride: int, pad: int, dilation: int, data: Any) -> None:
+@given(
+    size=st.integers(1, 20),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    pad=st.integers(0, 4),
+    dilation=st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_sliding_window_needs_what_its_taps_read(
+    size: int, kernel: int, stride: int, pad: int, dilation: int, data: Any
+) -> None:
     window = Sliding(size=size, kernel=kernel, stride=stride, pad=pad, dilation=dilation)
     low = data.draw(st.integers(0, 12))
     outputs = IndexSet.of(20, [(low, low + data.draw(st.integers(0, 5)))])
@@ -184,8 +217,14 @@ def test_a_sliding_window_needs_what_its_taps_read(size: int, kernel: int, strid
 
 
 @many
-@given(size=st.integers(1, 20), kernel=st.integers(1, 5), stride=st.integers(1, 4), pad=st.integers(0, 4),
-       dilation=st.integers(1, 3), data=st.data())  # fmt: skip
+@given(
+    size=st.integers(1, 20),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    pad=st.integers(0, 4),
+    dilation=st.integers(1, 3),
+    data=st.data(),
+)
 def test_a_transposed_window_needs_every_input_that_writes_there(
     size: int, kernel: int, stride: int, pad: int, dilation: int, data: Any
 ) -> None:
