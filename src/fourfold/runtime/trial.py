@@ -23,9 +23,9 @@ from fourfold.runtime.world import World
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": {"float32": torch.float64}}
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda tensors: torch.optim.SGD(tensors, lr=0.05),
-    "momentum": lambda tensors: torch.optim.SGD(tensors, lr=0.05, momentum=0.9),
-    "adamw": lambda tensors: torch.optim.AdamW(tensors, lr=1e-3),
+    "sgd": lambda tensors: torch.optim.SGD(tensors, lr=0.01),
+    "momentum": lambda tensors: torch.optim.SGD(tensors, lr=0.01, momentum=0.9),
+    "adamw": lambda tensors: torch.optim.AdamW(tensors, lr=3e-4),
 }
 
 
