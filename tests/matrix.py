@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ class Prepared:
         self.inputs = [self._input(shape) for shape in self.case.shapes]
         self.module = Shifted(self.case.op().double(), self.inputs).train(self.case.train)
         reference = copy.deepcopy(self.module)
-        outputs = pytree.tree_leaves(reference(*self.inputs))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on its own arguments
+            outputs = pytree.tree_leaves(reference(*self.inputs))
         self.targets = [torch.randn_like(o) for o in outputs if o.is_floating_point()]
         weighted_sum(outputs, *self.targets).backward()
         self.outputs = [o.detach() for o in outputs]

@@ -249,6 +249,11 @@ def interpolations() -> Iterator[Case]:
                 halo = 5 if "bicubic" in name else 3
                 columns = spatial(count, halo)
                 yield case(row, name, _interpolate(args), (2, 4, *size), columns, family="interpolation")
+    columns = spatial(1, 0)
+    why = "torch's backward does not match its forward for such a factor; its own kernel runs"
+    columns["domain:0"] = Column(dim=2, expect="whole", why=why)
+    op = _interpolate({"scale_factor": 2.2, "mode": "nearest"})
+    yield case("nearest by a fraction that doubles", "nearest x2.2 of 4", op, (2, 4, 4), columns, family="interpolation")
 
 
 def _interpolate(args: dict[str, Any]) -> Callable[[], nn.Module]:

@@ -26,10 +26,8 @@ def cells_of(request: pytest.FixtureRequest) -> Callable[[Case], list[Cell]]:
     def cells(case: Case) -> list[Cell]:
         if case.name not in done:
             family = [BY_NAME[name] for name in selected if BY_NAME[name].family == case.family]
-            for other in family:
-                done[other.name] = []
-            for cell in judged(family):
-                done[cell.case].append(cell)
+            found = judged(family)
+            done.update({other.name: [cell for cell in found if cell.case == other.name] for other in family})
         return done[case.name]
 
     return cells

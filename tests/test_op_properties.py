@@ -24,7 +24,7 @@ from matrix import Case, Column, Fn, judged
 from matrix_windows import ADAPTIVE_AVG, ADAPTIVE_MAX, AVG, CONV, LINEAR, MAX, TRANSPOSED
 
 few = settings(
-    max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 many = settings(max_examples=200, derandomize=True, deadline=None)
 RANKS = st.sampled_from([2, 3, 4])
@@ -35,7 +35,7 @@ def check(op: Callable[[], nn.Module], shape: tuple[int, ...], column: str, how:
     case = Case(row="", name=f"random {shape}", op=op, shapes=(shape,), columns={column: how}, ranks=(ranks,))
     (cell,) = judged([case])
     thin = cell.status == "refused" and how.split and f"axis ranks has {ranks} ranks" in cell.detail
-    assert cell.status == "ok" or thin, f"{column} over {ranks} of {shape}: {cell.status}, {cell.detail}"
+    assert cell.status == how.expect or thin, f"{column} over {ranks} of {shape}: {cell.status}, {cell.detail}"
 
 
 @st.composite
@@ -104,6 +104,7 @@ def test_any_pooling_equals_eager(data: Any, count: int, ranks: int, ceil: bool,
     dilation = (1,) * count if average else each(data.draw, count, 1, 2)
     size = each(data.draw, count, 3, 15 - 3 * count)
     assume(all(s + 2 * p > d * (k - 1) for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)))
+    assume(not average or all(s >= k for s, k in zip(size, kernel, strict=True)))  # torch refuses these in three dims
     halo = [d * (k - 1) + 2 * s + 1 for d, k, s in zip(dilation, kernel, stride, strict=True)]
     column, how = data.draw(splits(count, halo, anchor=False))
     op: Callable[[], nn.Module] = lambda: (  # noqa: E731
@@ -144,7 +145,22 @@ def test_any_interpolation_equals_eager(data: Any, count: int, ranks: int, mode:
         args["scale_factor"] = data.draw(st.sampled_from([0.5, 0.7, 1.0, 1.3, 2.0, 2.5, 3.0]))
     assume("size" in args or all(int(s * args["scale_factor"]) >= 1 for s in size))
     column, how = data.draw(splits(count, [max(size) + 4] * count, anchor=False))
+    if (
+        mode == "nearest"
+        and "scale_factor" in args
+        and column.startswith("domain")
+        and _kept_or_doubled(size, args["scale_factor"])
+    ):
+        how = Column(dim=how.dim, expect="whole")  # torch's backward does not match its forward there
     check(lambda: Fn(lambda m, x: F.interpolate(x, **args)), (3, 4, *size), column, how, ranks)
+
+
+def _kept_or_doubled(size: tuple[int, ...], scale: float) -> bool:
+    return any(int(s * scale) in (s, 2 * s) and scale not in (1.0, 2.0) and _differs(s, int(s * scale), scale) for s in size)
+
+
+def _differs(size: int, out: int, scale: float) -> bool:
+    return any(min(int(o / scale), size - 1) != o * size // out for o in range(out))
 
 
 @st.composite

@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Dim, Loop, Nest, Window, rule, spatial_label
+from fourfold.ops.nest import Dim, Loop, Nest, Window, rule, spatial_label, whole_dims
 from fourfold.ops.window import Rows
 
 _CUBIC = -0.75  # torch's coefficient of the cubic convolution kernel
@@ -24,6 +24,9 @@ def interpolate(op: Op, graph: Graph) -> Nest | None:
     align = bool(op.args[2]) if not nearest and len(op.args) > 2 else bool(op.kwargs.get("align_corners", False))
     scales = _scales(op, len(x) - 2, nearest)
     loops = [Loop(name="n", size=x[0], labels=("batch",)), Loop(name="c", size=x[1], labels=("filter",))]
+    if any(_inconsistent(name, *sizes) for sizes in zip(x[2:], y[2:], scales, strict=True)):
+        before, after = ((("n",), ("c",), *whole_dims(shape[2:])) for shape in (x, y))
+        return Nest(loops=tuple(loops), operands=(before,), results=(after,), linear=(0,))
     inputs: list[Dim] = [("n",), ("c",)]
     for i in range(len(x) - 2):
         size, out = x[2 + i], y[2 + i]
@@ -36,6 +39,16 @@ def interpolate(op: Op, graph: Graph) -> Nest | None:
         loops=tuple(loops), operands=(tuple(inputs),), results=(result,), linear=(0,), kernel="resample",
         flops=2 * math.prod(y) * len(x),
     )  # fmt: skip
+
+
+def _inconsistent(name: str, size: int, out: int, scale: float | None) -> bool:
+    """Whether torch's backward reads other rows than its forward: nearest by a fraction that leaves or doubles the size.
+
+    No split has the gradient of both, so such a dim stays whole and torch's own kernel runs.
+    """
+    if name.split("nearest")[-1] not in ("1d", "2d", "3d") or scale is None or out not in (size, 2 * size):
+        return False
+    return any(_taps(name, o, size, out, False, scale)[0] != (o * size // out,) for o in range(out))
 
 
 def _scales(op: Op, count: int, nearest: bool) -> list[float | None]:
