@@ -45,9 +45,9 @@ def adamw(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 
 def planned(strategy: str, ranks: int, batch: int = 6) -> Any:
-    x, y = sample(batch=batch)
+    x, y = (t.to("meta") for t in sample(batch=batch))
     loss = nn.functional.cross_entropy
-    return parallel.plan(build("meta"), (x.to("meta"),), targets=(y.to("meta"),), loss=loss, strategy=strategy, devices=ranks).best
+    return parallel.plan(build("meta"), (x,), targets=(y,), loss=loss, strategy=strategy, devices=ranks).best
 
 
 def train(strategy: str, ranks: int, clip: float) -> dict[str, Any]:
@@ -102,6 +102,15 @@ def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks
                 torch.testing.assert_close(got["state"][key], value, rtol=1e-8, atol=1e-10)
             if strategy == "filter":
                 assert got["shapes"]["conv.weight"] == (4, 3, 3, 3)
+
+
+def test_ranks_that_share_no_memory_get_the_same_numbers_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = reference(0.5)
+    monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
+    with Ranks(2) as pool:
+        for got in pool(train, "data", 2, 0.5):
+            assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+            assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
 
 
 def from_meta(strategy: str, ranks: int) -> dict[str, Tensor]:

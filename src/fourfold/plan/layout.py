@@ -206,7 +206,7 @@ class Layout:
         return Layout(self.dims)
 
     def kept(self, mesh: Mesh) -> Layout:
-        """As a parameter that feeds this need is kept: `stored`, but where windows overlap or leave rows out, every row once."""
+        """As a parameter that feeds this need is kept: where windows overlap or leave rows out, every row once."""
         return Layout(tuple(own.partition(mesh) for own in self.dims))
 
     def dim_of(self, axis: str) -> int | None:

@@ -15,6 +15,7 @@ import os
 import platform
 import time
 import uuid
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,39 @@ _LINE = 64  # bytes: one counter per cache line
 _FOLDER = "/dev/shm"
 _SPINS = 100  # polls before sleeping between them: where ranks share cores, the late one needs them
 _NAP = 50e-6  # seconds
+
+
+def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
+    """Zeroed memory that all ranks of a group see, or None if they do not share a host with room for it; all must call."""
+    count, rank = dist.get_world_size(group), dist.get_rank(group)
+    usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER) and not os.environ.get("FOURFOLD_SOCKETS")
+    facts: list[Any] = [None] * count
+    dist.all_gather_object(facts, (_host() if usable else f"none {uuid.uuid4()}", str(uuid.uuid4())), group=group)
+    if len({host for host, _ in facts}) != 1:
+        return None
+    path = os.path.join(_FOLDER, f"fourfold-{facts[0][1]}")
+    room = [_reserved(path, size) if rank == 0 else False]
+    dist.broadcast_object_list(room, group=group, group_src=0)
+    if not room[0]:
+        return None
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), size)
+    dist.barrier(group)
+    if rank == 0:
+        os.unlink(path)  # the mappings keep it; nothing is left behind
+    return memory
+
+
+def _reserved(path: str, size: int) -> bool:
+    """Make the file with all its pages, so that a full memory disk is noticed now and not by a crash later."""
+    try:
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError:
+        if os.path.exists(path):
+            os.unlink(path)
+        return False
+    return True
 
 
 def _host() -> str:
@@ -53,24 +87,15 @@ class Board:
     @staticmethod
     def open(group: dist.ProcessGroup, timeout: float) -> Board | None:
         """A board for a group, or None if its ranks do not share a host; all ranks must call."""
-        count, rank = dist.get_world_size(group), dist.get_rank(group)
-        usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER)
-        facts: list[object] = [None] * count
-        dist.all_gather_object(facts, (_host() if usable else f"none {uuid.uuid4()}", str(uuid.uuid4())), group=group)
-        if len({fact[0] for fact in facts}) != 1:  # type: ignore[index]
-            return None
-        path = os.path.join(_FOLDER, f"fourfold-{facts[0][1]}")  # type: ignore[index]
-        size = count * _LINE + 2 * count * CAPACITY
-        if rank == 0:
-            with open(path, "wb") as file:
-                file.truncate(size)
-        dist.barrier(group)
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), size)
-        dist.barrier(group)
-        if rank == 0:
-            os.unlink(path)  # the mappings keep it; nothing is left behind
-        return Board(memory, rank, count, timeout)
+        count = dist.get_world_size(group)
+        memory = shared_memory(group, count * _LINE + 2 * count * CAPACITY)
+        return Board(memory, dist.get_rank(group), count, timeout) if memory is not None else None
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        self.round += 1
+        self._counters[self.rank] = self.round
+        self._wait()
 
     def gather(self, row: Tensor) -> Tensor:
         """All ranks' rows, stacked in rank order."""

@@ -21,6 +21,7 @@ from fourfold.plan.program import Compute, Move, Program, Repeat, Step
 from fourfold.runtime.exchange import moved, mover, started
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.world import World
 
 Env = dict[str, Any]
@@ -54,7 +55,9 @@ class Executor:
         self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
         self.keys = {p.name: p.key for p in graph.parameters}
         trainable = {n: t for n, t in self.state.items() if t.requires_grad}
-        self.gradients = Gradients(trainable, program.reductions, world)
+        self.shared = SharedSums(trainable, program.reductions, world)
+        rest = {name: axes for name, axes in program.reductions.items() if name not in self.shared.names}
+        self.gradients = Gradients(trainable, rest, world)
         self._steps = _with_frees(program, [self._bound(step) for step in _reusing(program)])
         loss = program.layouts[graph.loss]
         self._loss_axes = world.mesh.ordered(a for a in loss.partial if world.mesh.extent(a) > 1)
@@ -129,6 +132,7 @@ class Executor:
         if loss.requires_grad:
             loss.backward()
         self.gradients.finish()
+        self.shared.finish()
         return self.total(loss.detach()), out
 
     def total(self, loss: Tensor) -> Tensor:

@@ -93,10 +93,14 @@ class World:
         """The gather through shared memory, for small tensors between ranks of one host."""
         if tensor.device.type != "cpu" or not 0 < tensor.numel() * tensor.element_size() <= CAPACITY:
             return None
+        board = self.board(axes)
+        return board.gather(tensor) if board is not None else None
+
+    def board(self, axes: tuple[str, ...]) -> Board | None:
+        """The board of the ranks along the axes, if they share a host; all must ask."""
         if axes not in self._boards:
             self._boards[axes] = Board.open(self.group(axes), TIMEOUT.total_seconds())
-        board = self._boards[axes]
-        return board.gather(tensor) if board is not None else None
+        return self._boards[axes]
 
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return self.mesh.group(self.rank, axes)
