@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.plan import named
+from fourfold.plans import named
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.parallel import parallelize, signed
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fourfold.errors import Infeasible
-from fourfold.plan import Program, lower
+from fourfold.plans import Program, lower
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.subject import Subject, subject
 from fourfold.runtime.verify import Verdict, verify

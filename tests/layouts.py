@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.index import IndexSet
-from fourfold.plan.exchange import Exchange
-from fourfold.plan.layout import Layout, Own
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.layout import Layout, Own
+from fourfold.plans.mesh import Mesh
 
 Array = NDArray[Any]
 

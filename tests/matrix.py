@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from fourfold.errors import Error
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
-from fourfold.plan import Plan, lower
-from fourfold.plan.mesh import Mesh
-from fourfold.plan.program import Compute, Program
+from fourfold.plans import Plan, lower
+from fourfold.plans.mesh import Mesh
+from fourfold.plans.program import Compute, Program
 from fourfold.runtime.compare import worst_error
 from ranks import Job, Outcome, joined, run_job, run_jobs
 

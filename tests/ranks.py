@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fourfold.errors import WorkerFailed
 from fourfold.graph import Graph
-from fourfold.plan import Plan, lower
-from fourfold.plan.layout import Layout
-from fourfold.plan.mesh import Mesh
+from fourfold.plans import Plan, lower
+from fourfold.plans.layout import Layout
+from fourfold.plans.mesh import Mesh
 from fourfold.runtime.exchange import put
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness

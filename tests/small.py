@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
-from fourfold.plan import Plan, Program, lower, named
+from fourfold.plans import Plan, Program, lower, named
 from fourfold.runtime.compare import worst_error
 from fourfold.runtime.trial import Task, Trial, run_task
 from ranks import pool

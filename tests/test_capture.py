@@ -14,7 +14,7 @@ from fourfold.errors import CaptureFailed, Infeasible, InvalidInput
 from fourfold.graph import Graph, Size
 from fourfold.graph.capture import Inputs, capture, mean_square
 from fourfold.models import MODELS
-from fourfold.plan import Mesh, Plan, lower, named
+from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.world import World
 from small import SMALL

@@ -13,7 +13,7 @@ import torch
 from fourfold.cli.door import run
 from fourfold.models.material import materialise
 from fourfold.models.spec import build
-from fourfold.plan import load_plan
+from fourfold.plans import load_plan
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 FACTORIES = '''

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.index import IndexSet
-from fourfold.plan.exchange import Exchange, Step, transfers
-from fourfold.plan.layout import Layout, Own
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.exchange import Exchange, Step, transfers
+from fourfold.plans.layout import Layout, Own
+from fourfold.plans.mesh import Mesh
 from layouts import Array, assembled, case, definition, pairing, valid, whole_box
 
 laws = settings(max_examples=200, deadline=None)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fourfold.index import IndexSet
-from fourfold.plan.exchange import Exchange
-from fourfold.plan.layout import Layout, Own
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.layout import Layout, Own
+from fourfold.plans.mesh import Mesh
 from fourfold.runtime import exchange as runtime
 from layouts import Array, case, definition, pairing, valid
 from ranks import pool, world_of

@@ -15,7 +15,7 @@ from foreign_table import HEAD, PAGE, PLAIN, RANDOM, RANKS, STRATEGIES, found, r
 from foreign_table import foreign as case
 from fourfold.graph.capture import capture
 from fourfold.models.example import Example
-from fourfold.plan import lower, named
+from fourfold.plans import lower, named
 from fourfold.runtime.reference import PROGRAM, Reference, eager_trial
 from fourfold.runtime.trial import Task, run_trial
 from fourfold.runtime.verify import verify

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.plan import Mesh, Plan, Program, lower, named
-from fourfold.plan.program import Move, Repeat
+from fourfold.plans import Mesh, Plan, Program, lower, named
+from fourfold.plans.program import Move, Repeat
 from fourfold.runtime import gradients
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, Gradients

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
-from fourfold.plan import lower, named
+from fourfold.plans import lower, named
 from ranks import close_pools
 from small import assert_equal, subject
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.index import IndexSet
-from fourfold.plan.layout import Layout, Own, concatenated, joined
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.layout import Layout, Own, concatenated, joined
+from fourfold.plans.mesh import Mesh
 
 laws = settings(max_examples=100, deadline=None)
 MESH = Mesh.of(a=2, b=3, c=2)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fourfold.errors import Error
 from fourfold.graph.capture import capture
-from fourfold.plan import Program, lower, named
-from fourfold.plan.layout import Layout
-from fourfold.plan.program import Compute, Move, Repeat, Step
+from fourfold.plans import Program, lower, named
+from fourfold.plans.layout import Layout
+from fourfold.plans.program import Compute, Move, Repeat, Step
 from ranks import Job, run_jobs
 from small import SMALL, assert_equal, graph_of, planned, subject
 

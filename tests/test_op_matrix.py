@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold.plan import lower
+from fourfold.plans import lower
 from matrix import TOLERANCE, Case, Cell, Column, Fn, Prepared, judged
 from op_matrix_page import CASES, PAGE, load, page
 

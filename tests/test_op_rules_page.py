@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ranks
 from fourfold.graph.capture import capture
 from fourfold.ops import nest
-from fourfold.plan import Mesh, Plan
+from fourfold.plans import Mesh, Plan
 from fourfold.runtime.kernels import base
 from ranks import Job, pool
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.errors import InvalidInput
-from fourfold.runtime import parallel
 from fourfold.runtime.launch import Ranks
 
 
@@ -47,7 +46,7 @@ def adamw(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 def planned(strategy: str, ranks: int, batch: int = 6) -> Any:
     x, y = (t.to("meta") for t in sample(batch=batch))
     loss = nn.functional.cross_entropy
-    return parallel.plan(build("meta"), (x,), targets=(y,), loss=loss, strategy=strategy, devices=ranks).best
+    return ff.plan(build("meta"), (x,), targets=(y,), loss=loss, strategy=strategy, devices=ranks).best
 
 
 def train(strategy: str, ranks: int, clip: float) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fourfold.errors import Infeasible, InvalidInput, StalePlan
-from fourfold.plan import Mesh, Plan, load_plan, lower, named, save_plan
-from fourfold.plan.plan import VERSION, Passes, matches
+from fourfold.plans import Mesh, Plan, load_plan, lower, named, save_plan
+from fourfold.plans.plan import VERSION, Passes, matches
 from small import assert_equal, batch_of, built_in, graph_of
 
 VGG = "vgg16-cifar"

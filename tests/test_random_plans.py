@@ -14,7 +14,7 @@ from fourfold.errors import Infeasible
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
-from fourfold.plan import Mesh, Plan, lower
+from fourfold.plans import Mesh, Plan, lower
 from fourfold.runtime.compare import worst_error
 from ranks import Job, Outcome, run_jobs
 

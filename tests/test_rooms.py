@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "fourfold"
 
 VALUES = {"errors", "units", "timeline", "index"}
-THOUGHT = VALUES | {"graph", "ops", "plan"}
+THOUGHT = VALUES | {"graph", "ops", "plans"}
 ALL = THOUGHT | {"models", "cluster", "oracle", "planner", "runtime", "report"}
 DOOR = "__init__"  # fourfold/__init__.py, which looks its names up lazily
 
@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "models": VALUES,
     "graph": VALUES,
     "ops": VALUES | {"graph"},
-    "plan": VALUES | {"graph", "ops"},
+    "plans": VALUES | {"graph", "ops"},
     "cluster": VALUES,
     "oracle": THOUGHT | {"cluster"},
     "planner": THOUGHT | {"cluster", "oracle"},
@@ -115,16 +115,16 @@ def test_the_house_is_in_order(violations) -> None:
 @pytest.mark.parametrize(
     ("violations", "file", "source"),
     [
-        (room_violations, "errors.py", "from fourfold.plan import Plan"),
+        (room_violations, "errors.py", "from fourfold.plans import Plan"),
         (room_violations, "graph/op.py", "from ..ops import conv"),
         (room_violations, "graph/op.py", "from .. import ops"),
         (room_violations, "ops/conv.py", "def f():\n    import fourfold.runtime.fetch"),
-        (room_violations, "plan/mesh.py", "from fourfold import oracle"),
-        (room_violations, "plan/mesh.py", "from fourfold import parallelize"),
+        (room_violations, "plans/mesh.py", "from fourfold import oracle"),
+        (room_violations, "plans/mesh.py", "from fourfold import parallelize"),
         (room_violations, "runtime/kernels/conv.py", "from ...oracle.replay import replay"),
         (room_violations, "report/text.py", "import fourfold.cli"),
         (room_violations, "attic/old.py", "from fourfold.errors import Error"),
-        (torch_violations, "plan/mesh.py", "import torch"),
+        (torch_violations, "plans/mesh.py", "import torch"),
         (torch_violations, "graph/graph.py", "from torch import nn"),
         (torch_violations, "graph/graph.py", "from .capture import capture"),
         (torch_violations, "oracle/cost.py", "from fourfold.graph import capture"),
@@ -132,8 +132,8 @@ def test_the_house_is_in_order(violations) -> None:
         (speech_violations, "runtime/train.py", "print('hello')"),
         (speech_violations, "runtime/train.py", "sys.stderr.write('hello')"),
         (speech_violations, "report/text.py", "import sys\nsys.exit(2)"),
-        (speech_violations, "plan/plan.py", "raise SystemExit"),
-        (speech_violations, "plan/plan.py", "import typer"),
+        (speech_violations, "plans/plan.py", "raise SystemExit"),
+        (speech_violations, "plans/plan.py", "import typer"),
     ],
 )
 def test_a_violation_is_noticed(violations, file: str, source: str) -> None:
@@ -144,7 +144,7 @@ def test_a_violation_is_noticed(violations, file: str, source: str) -> None:
     ("violations", "file", "source"),
     [
         (room_violations, "graph/op.py", "from ..errors import Error\nfrom .spec import TensorSpec"),
-        (room_violations, "runtime/kernels/conv.py", "from ..fetch import fetch\nfrom ...plan import Plan"),
+        (room_violations, "runtime/kernels/conv.py", "from ..fetch import fetch\nfrom ...plans import Plan"),
         (room_violations, "cli/app.py", "from fourfold import __version__"),
         (torch_violations, "graph/capture.py", "import torch.export"),
         (torch_violations, "cluster/calibrate_links.py", "import torch.distributed"),

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph.capture import capture
-from fourfold.plan import lower, named
-from fourfold.plan.strategies import STRATEGIES, parse
+from fourfold.plans import lower, named
+from fourfold.plans.strategies import STRATEGIES, parse
 from small import graph_of, planned
 
 VGG = "vgg16-cifar"

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from fourfold.errors import Error, WorkerFailed
-from fourfold.plan import STRATEGIES
+from fourfold.plans import STRATEGIES
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.subject import Subject, subject

@@ -12,7 +12,7 @@ from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from fourfold.plan import Plan
+    from fourfold.plans import Plan
     from fourfold.runtime.crew import Joined
     from fourfold.runtime.launch import Ranks
     from fourfold.runtime.subject import Subject
@@ -89,8 +89,8 @@ def plan(
     if strategy is None:
         raise InvalidInput("name a --strategy, as data, filter or spatial; the planner that finds one does not exist yet")
     with voice.working(f"capturing {model}") as say:
-        from fourfold.plan import lower, save_plan
-        from fourfold.plan.strategies import parse
+        from fourfold.plans import lower, save_plan
+        from fourfold.plans.strategies import parse
         from fourfold.report.record import plan_record
         from fourfold.report.text import plan_text
         from fourfold.runtime.subject import subject
@@ -183,8 +183,8 @@ def train(
 
 def _chosen(file: Path | None, strategy: str | None, batch: int | None) -> Plan | None:
     """The plan of a file, or None where a strategy is named; never both."""
-    from fourfold.plan import load_plan
-    from fourfold.plan.strategies import parse
+    from fourfold.plans import load_plan
+    from fourfold.plans.strategies import parse
 
     if (file is None) == (strategy is None):
         raise InvalidInput("give either --plan FILE or --strategy NAME" + (", not both" if file else ""))

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fourfold.plan import Compute, Plan, Program
+from fourfold.plans import Compute, Plan, Program
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fourfold.graph import Graph
-from fourfold.plan import Compute, Mesh, Plan, lower
-from fourfold.plan.strategies import LIGHT
+from fourfold.plans import Compute, Mesh, Plan, lower
+from fourfold.plans.strategies import LIGHT
 
 MOST_GROUPS = 32
 TOP = "(model)"

@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.plan import Plan, Program
-from fourfold.plan.strategies import LIGHT
+from fourfold.plans import Plan, Program
+from fourfold.plans.strategies import LIGHT
 from fourfold.report.record import whole_ops
 from fourfold.report.survey import Limit, Survey
 from fourfold.units import bytes_text, count_text, flops_text, seconds_text

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from fourfold.errors import InvalidInput
-from fourfold.plan import Plan
+from fourfold.plans import Plan
 from fourfold.runtime.launch import Ranks
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Exchanges on real tensors: each `plan.exchange.Step` bound to this rank, and the autograd function that runs it with
+"""Exchanges on real tensors: each `plans.exchange.Step` bound to this rank, and the autograd function that runs it with
 its adjoint.
 
 What to send, where it lies and where it goes is worked out once, when a program is bound; a step then only copies and
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plan.exchange import Exchange, Step, Transfer, transfers
+from fourfold.plans.exchange import Exchange, Step, Transfer, transfers
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
 Mover = Callable[[Tensor], Tensor]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput
 from fourfold.graph.spec import Constant
-from fourfold.plan.exchange import Exchange
-from fourfold.plan.layout import Layout
-from fourfold.plan.program import Compute, Move, Program, Repeat, Step
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.layout import Layout
+from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 from fourfold.runtime.exchange import moved, mover, started
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.kernels import Local, Randomness, build

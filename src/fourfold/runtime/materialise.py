@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.errors import InvalidInput
-from fourfold.plan.layout import Layout
+from fourfold.plans.layout import Layout
 from fourfold.runtime.exchange import take
 from fourfold.runtime.world import World
 

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
-from fourfold.plan import Plan, lower, named
-from fourfold.plan.layout import Layout
+from fourfold.plans import Plan, lower, named
+from fourfold.plans.layout import Layout
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut, loader

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from fourfold.graph import Dtype, Graph, Op
 from fourfold.graph.capture import WithLoss
 from fourfold.graph.spec import mapped
-from fourfold.plan import Mesh, Plan, lower
+from fourfold.plans import Mesh, Plan, lower
 from fourfold.runtime.subject import Subject, stored_tensors
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_trial
 from fourfold.runtime.world import World

@@ -13,7 +13,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import WithLoss, capture
 from fourfold.models.material import materialise
 from fourfold.models.spec import Case, build
-from fourfold.plan import Plan, named
+from fourfold.plans import Plan, named
 from fourfold.runtime.parallel import signed
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plan import Plan, lower
-from fourfold.plan.layout import Layout
+from fourfold.plans import Plan, lower
+from fourfold.plans.layout import Layout
 from fourfold.runtime.crew import Crew
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
 from fourfold.graph import Graph
-from fourfold.plan import Mesh, Plan, Program, lower
-from fourfold.plan.layout import Layout
+from fourfold.plans import Mesh, Plan, Program, lower
+from fourfold.plans.layout import Layout
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.world import World

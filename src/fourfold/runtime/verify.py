@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
-from fourfold.plan import Plan, Program, lower
+from fourfold.plans import Plan, Program, lower
 from fourfold.runtime.compare import Worst, worst_error
 from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.reference import Reference

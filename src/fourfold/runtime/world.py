@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import InvalidInput
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.mesh import Mesh
 from fourfold.runtime.board import CAPACITY, Board
 
 # newer torch renamed these two; the old names still work there, with a warning

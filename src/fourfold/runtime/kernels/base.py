@@ -20,8 +20,8 @@ from torch import Tensor
 from fourfold.graph import Device, Dtype, Ref
 from fourfold.graph.spec import mapped
 from fourfold.index import IndexSet
-from fourfold.plan.layout import Layout
-from fourfold.plan.program import Compute
+from fourfold.plans.layout import Layout
+from fourfold.plans.program import Compute
 from fourfold.runtime.exchange import take
 from fourfold.runtime.world import World
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.plan.program import Compute
+from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, kernel, overload, plain
 from fourfold.runtime.world import World
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.ops.nest import Window
 from fourfold.ops.window import Rows
-from fourfold.plan.program import Compute
+from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
 from fourfold.runtime.kernels.reduce import Picked, place_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.plan.program import Compute
+from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, kernel, plain
 from fourfold.runtime.world import World
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fourfold.plan.schedule import Action, Schedule, needs
+from fourfold.plans.schedule import Action, Schedule, needs
 
 Transfers = Literal["stream", "blocking", "overlapped"]
 

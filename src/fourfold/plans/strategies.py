@@ -15,11 +15,11 @@ from typing import Any
 from fourfold.errors import Infeasible, InvalidInput, nearest
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest, nest_of
-from fourfold.plan.hints import domain_dims
-from fourfold.plan.lower import lower
-from fourfold.plan.mesh import Mesh
-from fourfold.plan.place import Placement
-from fourfold.plan.plan import Passes, Plan
+from fourfold.plans.hints import domain_dims
+from fourfold.plans.lower import lower
+from fourfold.plans.mesh import Mesh
+from fourfold.plans.place import Placement
+from fourfold.plans.plan import Passes, Plan
 
 LIGHT = 0.05
 """A layer with less than this share of the FLOPs may run replicated when it is too thin to split."""

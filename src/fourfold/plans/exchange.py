@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Literal
 
 from fourfold.index import IndexSet
-from fourfold.plan.layout import Layout, Own
-from fourfold.plan.mesh import Coords, Mesh
+from fourfold.plans.layout import Layout, Own
+from fourfold.plans.mesh import Coords, Mesh
 
 Pattern = Literal["none", "local", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 

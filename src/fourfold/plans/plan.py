@@ -17,7 +17,7 @@ from typing import Any
 
 from fourfold.errors import InvalidInput, StalePlan, nearest
 from fourfold.graph import Graph, Op
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.mesh import Mesh
 
 VERSION = 1
 _WILD = frozenset("*?[")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fourfold.errors import Infeasible
 from fourfold.ops.nest import Concat, Dim, Loop, Nest, Window
 from fourfold.ops.window import Shift
-from fourfold.plan.layout import Layout, Own, concatenated, joined
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.layout import Layout, Own, concatenated, joined
+from fourfold.plans.mesh import Mesh
 
 PASS = "<partial>"
 """The choice of an axis along which a linear op lets partial sums through."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest
-from fourfold.plan.exchange import Exchange
-from fourfold.plan.layout import Layout
-from fourfold.plan.mesh import Mesh
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.layout import Layout
+from fourfold.plans.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest, Window, nest_of
-from fourfold.plan.exchange import Exchange
-from fourfold.plan.hints import Hints, block_hints, domain_dims
-from fourfold.plan.layout import Layout, Own
-from fourfold.plan.place import Placement, place
-from fourfold.plan.plan import Passes, Plan
-from fourfold.plan.program import Compute, Move, Program, Repeat, Rows, Step
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.hints import Hints, block_hints, domain_dims
+from fourfold.plans.layout import Layout, Own
+from fourfold.plans.place import Placement, place
+from fourfold.plans.plan import Passes, Plan
+from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fourfold.index import IndexSet
-from fourfold.plan.mesh import Coords, Mesh
+from fourfold.plans.mesh import Coords, Mesh
 
 
 @dataclass(frozen=True, slots=True)
