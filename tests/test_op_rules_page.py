@@ -51,7 +51,7 @@ def test_the_page_prints_what_it_says() -> None:
     assert [said.getvalue()] == blocks("text")
 
 
-def job_on_rank(code: list[str], job: Job) -> ranks.Outcome | None:
+def job_on_rank(code: list[str], job: Job) -> ranks.Share:
     with page_rules(code):
         return ranks.run_job(job)
 
@@ -70,7 +70,7 @@ def test_the_rule_on_the_page_equals_one_device(split: str, count: int) -> None:
     plan = Plan(graph=graph.hash, batch=4, mesh=Mesh.of(model=count), splits=(("*bilinear*", {"model": split}),))
     state = {k: v.detach().clone() for k, v in module.state_dict().items()}
     job = Job(name=split, graph=graph, plan=plan, state=state, inputs=[x1, x2])
-    outcome = pool(count)(job_on_rank, code, job)[0]
+    outcome = ranks.joined(plan.mesh, pool(count)(job_on_rank, code, job))
     (got,) = outcome.outputs.values()
     torch.testing.assert_close(got, outputs.detach(), rtol=1e-12, atol=1e-12)
     for name, parameter in module.named_parameters():

@@ -155,7 +155,7 @@ def test_what_is_allowed_passes(violations, file: str, source: str) -> None:
     assert not list(violations(file, source))
 
 
-@pytest.mark.parametrize("module", ["", ".graph", ".ops", ".plan", ".cluster", ".oracle", ".planner"])
+@pytest.mark.parametrize("module", ["", ".graph", ".ops", ".plans", ".cluster", ".oracle", ".planner"])
 def test_importing_thought_leaves_torch_unloaded(module: str) -> None:
     place = ROOT.joinpath(module.strip("."))
     if not (place / "__init__.py").exists() and not place.with_suffix(".py").exists():
