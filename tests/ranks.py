@@ -28,7 +28,7 @@ from fourfold.runtime.exchange import put
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.trial import executor_cut
+from fourfold.runtime.materialise import cut
 from fourfold.runtime.world import World
 
 _POOLS: dict[int, Ranks] = {}
@@ -164,7 +164,7 @@ def run_job(job: Job) -> Share:
     program, world = lower(job.graph, job.plan), world_of(job.plan.mesh)
 
     def load(key: str, layout: Layout) -> Tensor:
-        return executor_cut(job.state[key], layout, world).clone()
+        return cut(job.state[key], layout, world).clone()
 
     executor = Executor(program, world, load, randomness=Randomness(exact=True))
     names = (*job.graph.inputs, *job.graph.targets)

@@ -18,7 +18,7 @@ from fourfold.plans.program import Move, Repeat
 from fourfold.runtime import gradients
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, Gradients
-from fourfold.runtime.trial import executor_cut
+from fourfold.runtime.materialise import cut
 from ranks import pool, world_of
 from small import Subject, assert_equal, subject
 
@@ -209,7 +209,7 @@ def gathered(plan: Plan, task: Any) -> int:
     data = torch.load(task.data, mmap=True)
     world = world_of(plan.mesh)
     executor = Executor(
-        lower(task.graph, plan), world, lambda key, layout: executor_cut(data["state"][key], layout, world).clone()
+        lower(task.graph, plan), world, lambda key, layout: cut(data["state"][key], layout, world).clone()
     )
     names = (*task.graph.inputs, *task.graph.targets)
     feeds = {name: executor.cut(name, tensor) for name, tensor in zip(names, data["inputs"], strict=True)}

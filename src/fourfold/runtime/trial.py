@@ -18,6 +18,7 @@ from fourfold.plans import Mesh, Plan, Program, lower
 from fourfold.plans.layout import Layout
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.materialise import cut
 from fourfold.runtime.world import World
 
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": {"float32": torch.float64}}
@@ -89,7 +90,7 @@ def run_trial(task: Task, program: Any, world: World, state: Mapping[str, Tensor
     def load(key: str, layout: Layout) -> Tensor:
         full = state[key]
         dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
-        return executor_cut(full, layout, world).to(dtype).clone()
+        return cut(full, layout, world).to(dtype).clone()
 
     executor = Executor(program, world, load, dtypes=dtypes, randomness=Randomness(exact=True))
     names = (*task.graph.inputs, *task.graph.targets)
@@ -121,17 +122,7 @@ def run_trial(task: Task, program: Any, world: World, state: Mapping[str, Tensor
     return trial
 
 
-def executor_cut(full: Tensor, layout: Layout, world: World) -> Tensor:
-    from fourfold.runtime.exchange import take
-
-    return take(full, tuple(s.spans for s in layout.box(world.coords)))
-
-
 def whole_state(executor: Executor) -> dict[str, Tensor]:
     """Parameters and buffers as one device would hold them."""
     stored = executor.program.stored
     return {executor.keys[n]: executor.whole(stored[n], t).clone() for n, t in executor.state.items()}
-
-
-def one_rank_plan(plan: Plan) -> Plan:
-    return Plan(graph=plan.graph, batch=plan.batch, mesh=Mesh.of(data=1), model=plan.model)
