@@ -220,7 +220,8 @@ def test_progress_stays_on_the_terminal(tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
     command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", "data", "--ranks", "1", "--steps", "2"]
     with out.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=theirs, stdin=subprocess.DEVNULL)
+        environment = {**os.environ, "TERM": "xterm"}
+        process = subprocess.Popen(command, stdout=file, stderr=theirs, stdin=subprocess.DEVNULL, env=environment)
         os.close(theirs)
         shown = b""
         try:

@@ -142,6 +142,7 @@ class _Builder:
         self.constants: dict[str, Constant] = {}
         self.writes: dict[str, str] = {}
         self.buffers: set[str] = set()
+        self.parameters: set[str] = set()
         self.base: dict[str, str] = {}  # a view's storage owner
         self.stale: dict[str, str] = {}  # storage owner -> the in-place op that overwrote it
 
@@ -215,11 +216,15 @@ class _Builder:
         overload: Any = node.target
         args, kwargs = self._literal(node.args, env), self._literal(node.kwargs, env)
         mutated: str | None = None
-        if overload._schema.is_mutable and target.split(".")[1].endswith("_"):
+        if overload._schema.is_mutable:
+            if not target.split(".")[1].endswith("_"):
+                raise CaptureFailed(f"{target} writes into its arguments; use the functional op there")
             mutated = args[0].name
             overload, target = _functional(overload, target)
         if target.startswith("aten.new_"):  # only dtype and device come from the operand: a plain creation
             target, args, kwargs = self._creation(target, args, kwargs)
+        if target.startswith("aten.type_as") or target == "aten.to.other":  # the other operand lends its dtype only
+            target, args, kwargs = "aten.to.dtype", (args[0], Dtype(self.values[args[1].name].dtype)), {}
         name = prefix + node.name
         leaves = [v for v in pytree.tree_leaves(node.meta.get("val"))]
         many = isinstance(node.meta.get("val"), (tuple, list))
@@ -259,6 +264,10 @@ class _Builder:
                 raise CaptureFailed(f"{op.path} reads a view that {writer} changed in place; use the functional op there")
         if mutated is not None:
             base = self.base.get(mutated, mutated)
+            if base in self.parameters:
+                raise CaptureFailed(f"{op.path} changes parameter {base} in place in forward; do that outside the model")
+            if base in self.buffers and base != mutated:
+                raise CaptureFailed(f"{op.path} writes into a part of buffer {base}; write the whole buffer")
             if base in self.buffers:
                 self.writes[base] = op.results[0]
                 self.buffers.add(op.results[0])
@@ -317,8 +326,7 @@ def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor
                     buffer=kind == "BUFFER",
                     persistent=key in persistent,
                 )
-                if kind == "BUFFER":
-                    builder.buffers.add(node.name)
+                (builder.buffers if kind == "BUFFER" else builder.parameters).add(node.name)
             env[node] = by_key[key]
         elif kind == "CONSTANT_TENSOR":
             env[node] = builder.add_constant(node.name, exported.constants[spec.target])
@@ -328,8 +336,6 @@ def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor
     loss, *outputs = builder.walk(exported.graph, exported.graph_module, env, "")
     if not isinstance(loss, Ref) or builder.values[loss.name].shape != ():
         raise CaptureFailed("the loss must be a scalar tensor; reduce it with mean() or sum()")
-    unused = [k for k, p in whole.named_parameters() if k not in {f"model.{q.key}" for q in parameters.values()}]
-    del unused  # unused parameters stay whole on every rank: they are in the module, not in the graph
     count = len(pytree.tree_leaves(inputs))
     return Graph(
         values=builder.values,

@@ -32,7 +32,7 @@ def _linear(op: Op) -> tuple[int, ...]:
     if op.target.startswith(_LINEAR_ALL) and all(isinstance(a, Ref) for a in op.args[:1]):
         numbers = [a for a in op.args[1:] if not isinstance(a, Ref)]
         return tuple(range(len(op.operands))) if not numbers else ()
-    if op.target.startswith(_LINEAR_FIRST) and len(op.operands) == 1 and isinstance(op.args[0], Ref):
+    if op.target in _LINEAR_FIRST and len(op.operands) == 1 and isinstance(op.args[0], Ref):
         return (0,)
     return ()
 

@@ -14,6 +14,8 @@ def recurrent(op: Op, graph: Graph) -> Nest | None:
     if len(x) != 3:
         return None
     is_lstm = op.target.startswith("aten.lstm")
+    if not is_lstm and op.args[5] and op.args[6]:
+        return None  # dropout between layers: only the LSTM kernel draws it alike on every rank
     batch_first = bool(op.args[8])
     states = 2 if is_lstm else 1
     at = 0 if batch_first else 1

@@ -262,10 +262,7 @@ def narrow(op: Op, graph: Graph) -> Nest | None:
         name=op.name, target="aten.slice.Tensor", args=(op.args[0], dim, start, start + length), kwargs={},
         results=op.results, module=op.module,
     )  # fmt: skip
-    nest = slice_(sliced, graph)
-    if nest is not None and nest.kernel == "slice":
-        return nest
-    return nest
+    return slice_(sliced, graph)
 
 
 @rule("flip")

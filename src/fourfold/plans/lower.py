@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.errors import Infeasible, InvalidInput
-from fourfold.graph import Graph, Op
+from fourfold.graph import Graph, Op, Size
 from fourfold.ops.nest import Nest, Window, nest_of
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.hints import Hints, block_hints, domain_dims
@@ -33,7 +33,8 @@ def lower(graph: Graph, plan: Plan, chooser: Chooser | None = None, *, like: Pro
     plan.check(graph, strict=like is None)
     concrete = graph.at(plan.batch)
     lowering = _Lowering(graph, concrete, plan, chooser)
-    for name in lowering.leaves & set(like.stored if like is not None else ()):
+    constants = {c.name for c in concrete.constants}
+    for name in (lowering.leaves - constants) & set(like.stored if like is not None else ()):
         assert like is not None
         lowering.adopt(name, like.stored[name])
     return lowering.run()
@@ -139,6 +140,7 @@ class _Lowering:
                 needs=placement.needs,
                 gives=placement.gives,
                 choice=placement.choice,
+                loops=placement.loops,
                 inputs=inputs,
                 outputs=op.results,
                 dtypes=tuple(self.graph.values[name].dtype for name in op.results),
@@ -212,6 +214,9 @@ class _Lowering:
         have = self.layouts[name]
         if have == need or (have.dims == need.dims and have.partial == need.partial and not self._has_gradient(name)):
             return name
+        if name in self.parameters and self.parameters[name].buffer and any(loop.kind == "joint" for loop in nest.loops):
+            raise Infeasible(f"buffer {self.parameters[name].key} is tracked by two norms under different splits; "
+                             "split both alike")  # fmt: skip
         slot = f"{name}@{sum(1 for n, _ in self.forms if n == name)}"
         exchange = Exchange(self.mesh, have, need)
         kind = "parameter" if name in self.parameters else "halo" if _is_halo(have, need, nest) else "layer_exchange"
@@ -243,12 +248,13 @@ class _Lowering:
         """Leave the gradient sums of parameters to the buckets, where every use of a parameter asks for the same ones."""
         self.reductions: dict[str, tuple[str, ...]] = {}
         aliases: dict[str, str] = {}
+        live = _reached(self.graph)
         uses: dict[str, dict[Layout, str]] = {}
         for (value, need), slot in self.forms.items():
             uses.setdefault(value, {})[need] = slot
         for name, parameter in self.parameters.items():
             needs = list(uses.get(name, ()))
-            if not parameter.trainable or not needs:
+            if not parameter.trainable or not needs or name not in live:
                 continue
             first = needs[0]
             if all(n.dims == self.stored[name].dims and n.replicate == first.replicate for n in needs):
@@ -270,6 +276,7 @@ class _Lowering:
         entries = [n for n in entries if n not in self.leaves]
         used = {self.graph.loss, *self.graph.outputs, *(n for op in ops[end + 1 :] for n in op.operands)}
         exits = [n for op in inside for n in op.results if n in used]
+        self._check_passes(region, inside, made)
         if len(entries) != 1:
             raise Infeasible(f"passes from {region.first} need one tensor to enter, {len(entries)} do; use count=1")
         (entry,) = entries
@@ -290,6 +297,19 @@ class _Lowering:
         self.steps.append(Repeat(bodies=tuple(bodies), entries=((entry, batch_dim),), exits=tuple(outs)))
         return end + 1
 
+    def _check_passes(self, region: Passes, inside: tuple[Op, ...], made: set[str]) -> None:
+        """Refuse passes over ops that see several examples at once, or that write buffers."""
+        for buffer, value in self.graph.writes:
+            if value in made:
+                raise Infeasible(f"passes from {region.first} cover a write to buffer {buffer}; use count=1")
+        for op in inside:
+            nest = nest_of(op, self.graph)
+            kinds = {loop.name: loop.kind for loop in nest.loops}
+            for name, dims in zip((*op.operands, *op.results), (*nest.operands, *nest.results), strict=True):
+                sized = [d for d, size in enumerate(self.symbolic.values[name].shape) if isinstance(size, Size)]
+                if any(kinds.get(t if isinstance(t, str) else "") != "map" for d in sized for t in dims[d]):
+                    raise Infeasible(f"passes from {region.first} cover {op.path}, which mixes examples; use count=1")
+
     def _one_pass(
         self, region: Passes, k: int, inside: tuple[Op, ...], entry: str, dim: int, own: Own, exits: list[str]
     ) -> tuple[Compute | Move, ...]:
@@ -300,7 +320,8 @@ class _Lowering:
         sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser)
         sub.examples = tuple(i for s in own.sets for i in s.parts(region.count)[k])
         layout = self.layouts[entry]
-        sub.layouts[entry] = Layout(tuple(renumbered if d == dim else o for d, o in enumerate(layout.dims)))
+        dims = tuple(renumbered if d == dim else o for d, o in enumerate(layout.dims))
+        sub.layouts[entry] = Layout(dims, layout.partial)
         sub.free = {n for n in self.free if n not in sub.layouts}
         for name in self.leaves - self.free:
             sub.layouts[name] = self.layouts[name]
@@ -332,6 +353,15 @@ def _consecutive(counts: list[int]) -> tuple[Any, ...]:
         out.append(IndexSet.of(total, [(start, start + count)]))
         start += count
     return tuple(out)
+
+
+def _reached(graph: Graph) -> set[str]:
+    """The values a gradient of the loss comes to."""
+    live = {graph.loss}
+    for op in reversed(graph.ops):
+        if live & set(op.results) and not op.target.startswith("aten.detach"):
+            live.update(name for name in op.operands if graph.values[name].is_float)
+    return live
 
 
 def _is_halo(have: Layout, need: Layout, nest: Nest) -> bool:

@@ -29,11 +29,6 @@ class Placement:
     loops: Mapping[str, Own]
     choice: Mapping[str, str | None]  # axis -> loop name, PASS or None
 
-    def axes_of(self, nest: Nest, kind: str) -> tuple[str, ...]:
-        """Axes that split a loop of this kind."""
-        kinds = {loop.name: loop.kind for loop in nest.loops}
-        return tuple(a for a, name in self.choice.items() if name is not None and kinds.get(name) == kind)
-
 
 def place(
     nest: Nest,

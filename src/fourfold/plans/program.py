@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest
 from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout
+from fourfold.plans.layout import Layout, Own
 from fourfold.plans.mesh import Mesh
 
 
@@ -34,6 +34,7 @@ class Compute:
     needs: tuple[Layout, ...]
     gives: tuple[Layout, ...]
     choice: Mapping[str, str | None]
+    loops: Mapping[str, Own]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dtypes: tuple[str, ...]  # of the results
@@ -114,6 +115,11 @@ class Program:
             elif isinstance(step, Repeat):
                 out += [s for body in step.bodies for s in body if isinstance(s, Move)]
         return out
+
+    def groups(self) -> set[tuple[str, ...]]:
+        """The axes of every group of ranks that its exchanges use."""
+        exchanges = [move.exchange for move in self.moves()]
+        return {step.axes for e in exchanges for step in (*e.steps, *e.adjoint.steps) if step.axes}
 
     @property
     def split_flops_fraction(self) -> float:

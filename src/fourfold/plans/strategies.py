@@ -249,10 +249,6 @@ def _data_spatial(request: Request) -> Plan:
     return _spatial_plan(request, mesh, {"space": "domain:0"}, {"data": "batch"})
 
 
-def _heavy(op: Op, nest: Nest) -> bool:
-    return op.target.startswith(("aten.linear", "aten.addmm", "aten.embedding"))
-
-
 def _splitbrain(request: Request) -> Plan:
     """Convolutions by batch on both axes, fully-connected layers by filter within groups of k, in k passes."""
     mesh = _two_axes(request, "data", "model", request.options.get("k"))

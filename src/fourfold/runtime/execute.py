@@ -55,6 +55,9 @@ class Executor:
         self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
         self.keys = {p.name: p.key for p in graph.parameters}
         trainable = {n: t for n, t in self.state.items() if t.requires_grad}
+        for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever way their gradients go
+            world.group(axes)
+            world.group(axes, "gradients")
         self.shared = SharedSums(trainable, program.reductions, world)
         rest = {name: axes for name, axes in program.reductions.items() if name not in self.shared.names}
         self.gradients = Gradients(trainable, rest, world)

@@ -36,7 +36,6 @@ class Gradients:
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
         self.works: list[Any] = []
         self.launched = 0
-        self.enabled = True
         for name in self.home:
             parameters[name].register_post_accumulate_grad_hook(self._ready(name))
 
@@ -44,8 +43,6 @@ class Gradients:
         bucket = self.buckets[self.home[name]]
 
         def hook(_: Tensor) -> None:
-            if not self.enabled:
-                return
             bucket.waiting -= 1
             while self.launched < len(self.buckets) and self.buckets[self.launched].waiting <= 0:
                 self._launch(self.buckets[self.launched])

@@ -92,9 +92,9 @@ class Parallel:
         seed: int,
     ) -> None:
         self.plan, self.graph = plan, graph
-        self._model, self._loss = model, loss
+        self._model, self._loss, self._seed = model, loss, seed
         self.program = lower(graph, plan)
-        self.world = World.join(plan.mesh, device=device, wanted=groups_of(self.program))
+        self.world = World.join(plan.mesh, device=device, wanted=self.program.groups())
         self._executor = Executor(
             self.program, self.world, loader(model, self.world, seed=seed), randomness=Randomness(seed=seed)
         )
@@ -129,7 +129,10 @@ class Parallel:
         return {name: self._executor.cut(name, tensor) for name, tensor in zip(names, flat, strict=True)}
 
     def forward_backward(self, *tensors: Any) -> Tensor:
-        """Forward, backward and gradient exchange, on whole tensors or this rank's parts; the result is the global loss."""
+        """Forward, backward and gradient exchange, on whole tensors or this rank's parts; the result is the global loss.
+
+        Gradients of the call before are replaced, not added to.
+        """
         loss, _ = self._executor.forward_backward(self._feeds(tensors))
         self._executor.randomness.step += 1
         return loss
@@ -175,8 +178,14 @@ class Parallel:
     def _make_evaluator(self) -> Executor:
         graph = capture(self._model, *_examples(self.plan, self._model), self._loss, train=False)
         program = lower(graph, replace(self.plan, graph=graph.hash), like=self.program)
-        keys = {p.key: p.name for p in self.graph.parameters}
-        return Executor(program, self.world, lambda key, layout: self._executor.state[keys[key]].detach())
+        whole = loader(self._model, self.world, seed=self._seed)
+
+        def load(key: str, layout: Layout) -> Tensor:
+            """What training holds, or what only evaluation reads."""
+            name = self._names.get(key)
+            return self._executor.state[name].detach() if name is not None else whole(key, layout)
+
+        return Executor(replace(program, reductions={}), self.world, load)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The original module's state_dict, whole, on every rank."""
@@ -186,7 +195,8 @@ class Parallel:
         for key, value in original.items():
             name = self._names.get(aliases.get(key, key))
             if name is None:
-                out[key] = value  # not part of the graph: nothing trains it
+                load = loader(self._model, self.world, seed=self._seed)
+                out[key] = load(key, Layout.same(value.shape))  # not part of the graph: nothing trains it
             else:
                 tensor = self._executor.state[name]
                 out[key] = self._executor.whole(self.program.stored[name], tensor).clone()
@@ -206,12 +216,6 @@ class Parallel:
                 if tuple(state[key].shape) != layout.shape:
                     raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {layout.shape}")
                 tensor.copy_(cut(state[key].to(self.world.device), layout, self.world))
-
-
-def groups_of(program: Any) -> set[tuple[str, ...]]:
-    """Axes of every group the exchanges of a program use."""
-    moves = program.moves()
-    return {step.axes for m in moves for step in (*m.exchange.steps, *m.exchange.adjoint.steps) if step.axes}
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -25,7 +25,7 @@ class SharedSums:
     def __init__(self, parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]], world: World) -> None:
         groups: dict[tuple[tuple[str, ...], torch.dtype], dict[str, Tensor]] = {}
         for name, tensor in parameters.items():
-            if name in reductions and tensor.device.type == "cpu" and tensor.numel():
+            if name in reductions and tensor.device.type == "cpu":
                 groups.setdefault((reductions[name], tensor.dtype), {})[name] = tensor
         made = [(members, _Block.open(list(members.values()), axes, world)) for (axes, _), members in groups.items()]
         self.blocks = [block for _, block in made if block is not None]
@@ -55,6 +55,8 @@ class _Block:
         if board is None:
             return None
         total = sum(p.numel() for p in parameters)
+        if not total:
+            return None
         size = board.count * total * parameters[0].element_size()
         memory = shared_memory(world.group(axes), size)
         if memory is None:

@@ -66,9 +66,8 @@ _worlds: dict[Mesh, World] = {}  # of this process: every process group costs th
 
 def joined_world(program: Program) -> World:
     """The world of a program's mesh, with a group for each exchange; all ranks must run the same programs in one order."""
-    wanted = {tuple(s.axes) for m in program.moves() for s in (*m.exchange.steps, *m.exchange.adjoint.steps) if s.axes}
     world = _worlds.get(program.mesh) or World.join(program.mesh)
-    for axes in sorted(wanted):
+    for axes in sorted(program.groups()):
         world.group(axes)
     return _worlds.setdefault(program.mesh, world)
 

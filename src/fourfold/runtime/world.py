@@ -37,6 +37,8 @@ class World:
     def join(mesh: Mesh, *, device: torch.device | None = None, wanted: Iterable[tuple[str, ...]] = ()) -> World:
         """The world of an initialised process group; one rank needs none."""
         device = device or torch.device("cpu")
+        if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:  # under torchrun
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
         if not dist.is_initialized():
             if mesh.size == 1:
                 return World(mesh, rank=0, device=device)

@@ -19,9 +19,7 @@ _TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.co
 def _groups(step: Compute, local: Local) -> int:
     if not any(loop.name == "g" for loop in step.nest.loops):
         return 1
-    channels = len(local.box(step.gives[0])[1])
-    per_group = step.nest.loop("f").size
-    return channels // per_group if not is_split(step, "f") else step.nest.loop("g").size
+    return len(step.loops["g"].at(local.world.coords))
 
 
 def _bias_apart(step: Compute, local: Local, y: Tensor, rest: tuple[Tensor, ...], adds: bool, count: int) -> Tensor:

@@ -196,9 +196,7 @@ def group_norm(step: Compute, local: Local) -> Run:
     arguments = Arguments(step, local)
     axes = step.axes_of("joint")
     rank = len(step.needs[0].dims)
-    x_shape = local.shape(step.needs[0])
-    per_group = step.nest.loop("c").size
-    groups = x_shape[1] // per_group if step.choice_of("c") is None else step.nest.loop("g").size
+    groups = len(step.loops["g"].at(local.world.coords))
     if not axes:
         call = overload(step.op.target)
 
@@ -208,8 +206,7 @@ def group_norm(step: Compute, local: Local) -> Run:
             return call(*args, **kwargs)
 
         return local_groups
-    whole, per, split = step.nest.loop("c").size, step.nest.loop("g").size, step.choice_of("c") is not None
-    shares = _shares(step, local, lambda shape: (shape[1] // per if split else whole) * math.prod(shape[2:]))
+    shares = _shares(step, local, lambda shape: shape[1] // groups * math.prod(shape[2:]) if groups else 0)
 
     def run(*tensors: Tensor) -> Tensor:
         args, kwargs = arguments.fill(tensors)
