@@ -254,12 +254,12 @@ class _Lowering:
             uses.setdefault(value, {})[need] = slot
         for name, parameter in self.parameters.items():
             needs = list(uses.get(name, ()))
-            if not parameter.trainable or not needs or name not in live:
+            if not parameter.trainable or not needs:
                 continue
             first = needs[0]
             if all(n.dims == self.stored[name].dims and n.replicate == first.replicate for n in needs):
                 axes = self.mesh.ordered(a for a in first.replicate if self.mesh.extent(a) > 1)
-                if axes:
+                if axes and name in live:
                     self.reductions[name] = axes
                 aliases.update({slot: name for slot in uses[name].values() if slot != name})
         return tuple(_aliased(step, aliases) for step in self.steps if not _dropped(step, aliases))
