@@ -1,9 +1,22 @@
 """Kernels by op family, with the names of `ops`; importing the room registers them all."""
 
-from fourfold.runtime.kernels import attention, conv, embedding, linear, loss, norm, pool, random, reduce, shape
+from fourfold.runtime.kernels import (
+    attention,
+    conv,
+    embedding,
+    linear,
+    loss,
+    norm,
+    pool,
+    random,
+    recurrent,
+    reduce,
+    resample,
+    shape,
+)
 from fourfold.runtime.kernels.base import Local, Randomness, build
 
 __all__ = [
-    "Local", "Randomness", "attention", "build", "conv", "embedding", "linear", "loss", "norm", "pool", "random",
-    "reduce", "shape",
+    "Local", "Randomness", "attention", "build", "conv", "embedding", "linear", "loss", "norm", "pool", "random", "recurrent",
+    "reduce", "resample", "shape",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Losses on a shard: local terms over the global denominator; means of plain tensors likewise."""
+"""Losses on a shard: local terms over the global denominator."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ from fourfold.runtime.kernels.attention import joint_log_softmax, log_softmax
 from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel, overload, plain
 from fourfold.runtime.kernels.reduce import joint_sum
 from fourfold.runtime.world import World
-
-
-@kernel("mean")
-def mean(step: Compute, local: Local) -> Run:
-    detail = step.nest.detail
-    if not step.axes_of("sum"):
-        return plain(step, local)
-    dims, count, keep = list(detail["dims"]), detail["count"], detail["keepdim"]
-    return lambda x: x.sum(dims, keepdim=keep) / count if dims else x
 
 
 class _PickedLoss(torch.autograd.Function):

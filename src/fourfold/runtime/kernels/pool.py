@@ -1,4 +1,4 @@
-"""Pooling and resampling on a shard: windows were fetched, borders are padded, averages divide by global counts."""
+"""Pooling on a shard: windows were fetched, borders are padded, averages divide by global counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.ops.nest import Window
 from fourfold.ops.window import Rows
 from fourfold.plans.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
+from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.reduce import Picked, place_of
 
 _MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
@@ -133,51 +133,3 @@ def _max_pass(step: Compute, local: Local, dim: int, axes: tuple[str, ...]) -> C
     local.world.group(own)  # made now, by all ranks
     rows = place_of(step, local, dim)
     return lambda x: Picked.apply(x, dim, rows, local.world, own)[0]  # type: ignore[no-untyped-call]
-
-
-@kernel("resample")
-def resample(step: Compute, local: Local) -> Run:
-    """Interpolation and adaptive averages: the 1-D weights of the owned rows, dim by dim."""
-    terms = step.nest.operands[0]
-    split = [d for d in range(2, len(terms)) if any(is_split(step, n) for n in _loop(terms[d]))]
-    if not split:
-        return plain(step, local)
-    plans = [(d, _weights(step, local, d)) for d in range(2, len(terms))]
-    empty, shape = math.prod(local.shape(step.needs[0])) == 0, local.shape(step.gives[0])
-
-    def run(x: Tensor) -> Tensor:
-        if empty:
-            return attached(x.new_zeros(shape), (x,))
-        for dim, weights in plans:
-            x = _apply(x, dim, weights)
-        return x
-
-    return run
-
-
-def _loop(terms: tuple[object, ...]) -> tuple[str, ...]:
-    term = terms[0]
-    return (term.loop,) if isinstance(term, Window) else (str(term),)
-
-
-def _weights(step: Compute, local: Local, dim: int) -> Tensor | float:
-    """Dense weights (owned outputs x held inputs), or a plain factor for a global average."""
-    term = step.nest.operands[0][dim][0]
-    if not isinstance(term, Window):
-        return 1.0 / step.needs[0].dims[dim].size
-    assert isinstance(term.need, Rows)
-    held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
-    owned = list(local.box(step.gives[0])[dim])
-    weights = torch.zeros(len(owned), len(held), dtype=torch.float64)
-    for k, o in enumerate(owned):
-        for tap, weight in zip(term.need.taps[o], term.need.weights[o], strict=True):
-            weights[k, held[tap]] += weight
-    return weights.to(local.device)
-
-
-def _apply(x: Tensor, dim: int, weights: Tensor | float) -> Tensor:
-    if isinstance(weights, float):
-        return x.sum(dim, keepdim=True) * weights
-    if bool((weights == 1).sum(1).eq(1).all()) and int((weights != 0).sum()) == len(weights):
-        return x.index_select(dim, weights.argmax(1))
-    return (x.movedim(dim, -1) @ weights.to(x.dtype).T).movedim(-1, dim)

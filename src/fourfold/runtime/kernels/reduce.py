@@ -1,4 +1,5 @@
-"""Reductions over divided dims that are no sums: every rank finds its own, and a few numbers are joined.
+"""Reductions over divided dims: means, and those that are no sums, where every rank finds its own and a few numbers are
+joined.
 
 The results are the same on all ranks of the group, and so are their gradients: backward needs no more than what each rank
 holds, but for ties.
@@ -200,3 +201,13 @@ def logsumexp(step: Compute, local: Local) -> Run:
         return _shaped(y, dims, detail["keepdim"])
 
     return run
+
+
+@kernel("mean")
+def mean(step: Compute, local: Local) -> Run:
+    """A mean whose dims are divided is a sum over the global count."""
+    detail = step.nest.detail
+    if not step.axes_of("sum"):
+        return plain(step, local)
+    dims, count, keep = list(detail["dims"]), detail["count"], detail["keepdim"]
+    return lambda x: x.sum(dims, keepdim=keep) / count if dims else x

@@ -1,0 +1,61 @@
+"""Interpolation and adaptive averages on a shard: the 1-D weights of the owned rows, dim by dim."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fourfold.ops.nest import Window
+from fourfold.ops.window import Rows
+from fourfold.plans.program import Compute
+from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
+
+
+@kernel("resample")
+def resample(step: Compute, local: Local) -> Run:
+    """Interpolation and adaptive averages: the 1-D weights of the owned rows, dim by dim."""
+    terms = step.nest.operands[0]
+    split = [d for d in range(2, len(terms)) if any(is_split(step, n) for n in _loop(terms[d]))]
+    if not split:
+        return plain(step, local)
+    plans = [(d, _weights(step, local, d)) for d in range(2, len(terms))]
+    empty, shape = math.prod(local.shape(step.needs[0])) == 0, local.shape(step.gives[0])
+
+    def run(x: Tensor) -> Tensor:
+        if empty:
+            return attached(x.new_zeros(shape), (x,))
+        for dim, weights in plans:
+            x = _apply(x, dim, weights)
+        return x
+
+    return run
+
+
+def _loop(terms: tuple[object, ...]) -> tuple[str, ...]:
+    term = terms[0]
+    return (term.loop,) if isinstance(term, Window) else (str(term),)
+
+
+def _weights(step: Compute, local: Local, dim: int) -> Tensor | float:
+    """Dense weights (owned outputs x held inputs), or a plain factor for a global average."""
+    term = step.nest.operands[0][dim][0]
+    if not isinstance(term, Window):
+        return 1.0 / step.needs[0].dims[dim].size
+    assert isinstance(term.need, Rows)
+    held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
+    owned = list(local.box(step.gives[0])[dim])
+    weights = torch.zeros(len(owned), len(held), dtype=torch.float64)
+    for k, o in enumerate(owned):
+        for tap, weight in zip(term.need.taps[o], term.need.weights[o], strict=True):
+            weights[k, held[tap]] += weight
+    return weights.to(local.device)
+
+
+def _apply(x: Tensor, dim: int, weights: Tensor | float) -> Tensor:
+    if isinstance(weights, float):
+        return x.sum(dim, keepdim=True) * weights
+    if bool((weights == 1).sum(1).eq(1).all()) and int((weights != 0).sum()) == len(weights):
+        return x.index_select(dim, weights.argmax(1))
+    return (x.movedim(dim, -1) @ weights.to(x.dtype).T).movedim(-1, dim)
