@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.plans.layout import Layout, Own
 from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.random import drop
@@ -103,7 +104,5 @@ def _drop_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: 
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
     weights = scores.softmax(-1)
     layout = step.gives[0]
-    from fourfold.plans.layout import Layout, Own
-
     square = Layout((*layout.dims[:3], Own.whole(k.shape[2])))
     return drop(weights, step.nest.detail["dropout"], step, local, square) @ v

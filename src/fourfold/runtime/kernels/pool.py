@@ -14,6 +14,7 @@ from fourfold.ops.window import Rows
 from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.reduce import Picked, place_of
+from fourfold.runtime.kernels.resample import loops_of
 
 _MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
 
@@ -104,7 +105,7 @@ def _counts(step: Compute, local: Local, i: int) -> Tensor:
 def adaptive_max(step: Compute, local: Local) -> Run:
     """Dim by dim from the last, so that the first of equal maxima takes the gradient, as in torch."""
     terms, axes = step.nest.operands[0], step.axes_of("joint")
-    if not axes and not any(is_split(step, n) for t in terms[2:] for n in _loop(t)):
+    if not axes and not any(is_split(step, n) for t in terms[2:] for n in loops_of(t)):
         return plain(step, local)
     passes = [_max_pass(step, local, dim, axes) for dim in reversed(range(2, len(terms)))]
     many = step.op.results[0] != step.op.name

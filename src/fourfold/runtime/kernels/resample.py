@@ -17,7 +17,7 @@ from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel
 def resample(step: Compute, local: Local) -> Run:
     """Interpolation and adaptive averages: the 1-D weights of the owned rows, dim by dim."""
     terms = step.nest.operands[0]
-    split = [d for d in range(2, len(terms)) if any(is_split(step, n) for n in _loop(terms[d]))]
+    split = [d for d in range(2, len(terms)) if any(is_split(step, n) for n in loops_of(terms[d]))]
     if not split:
         return plain(step, local)
     plans = [(d, _weights(step, local, d)) for d in range(2, len(terms))]
@@ -33,7 +33,7 @@ def resample(step: Compute, local: Local) -> Run:
     return run
 
 
-def _loop(terms: tuple[object, ...]) -> tuple[str, ...]:
+def loops_of(terms: tuple[object, ...]) -> tuple[str, ...]:
     term = terms[0]
     return (term.loop,) if isinstance(term, Window) else (str(term),)
 
