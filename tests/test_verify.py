@@ -81,7 +81,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 def judged(reference: Reference, trial: Trial, precision: str = "fp64") -> list[Check]:
     trainable = {p.key for p in reference.subject.graph.parameters if p.trainable}
-    checks, _ = _checks(trial, reference, precision, trainable)
+    checks, _, _ = _checks(trial, reference, precision, trainable)
     return checks
 
 

@@ -95,6 +95,9 @@ def prepared(model: str) -> tuple[Subject, Reference]:
     return seen, Reference(subject=seen)
 
 
+plainly: list[bool] = []  # of every float32 cell: within twice the distance of the one undisturbed run
+
+
 def outcome(cell: Cell, ranks: Ranks) -> tuple[str, float | None]:
     """What a cell comes to, and the fraction of FLOPs split."""
     seen, reference = prepared(cell.model)
@@ -107,6 +110,8 @@ def outcome(cell: Cell, ranks: Ranks) -> tuple[str, float | None]:
     except Error as error:
         return f"refused: {error}", None
     assert verdict is not None
+    if cell.precision == "fp32":
+        plainly.append(verdict.plain)
     worst = verdict.worst
     word = EQUAL if verdict.equal else f"unequal: {worst.what} {worst.tensor} {worst.error:.1e} > {worst.limit:.1e}"
     return word, verdict.program.split_flops_fraction
@@ -150,6 +155,7 @@ def main() -> int:
     equal = sum(word == EQUAL for word in found.values())
     refused = sum(word.startswith("refused") for word in found.values())
     minutes = (time.monotonic() - begun) / 60
+    print(f"{sum(plainly)} of {len(plainly)} float32 cells within twice the undisturbed run, floor and further runs aside")
     print(f"{len(found)} cells in {minutes:.1f} min: {equal} equal, {refused} refused, {len(found) - equal - refused} neither; "
           f"{len(faults)} against the table")  # fmt: skip
     for line in faults:

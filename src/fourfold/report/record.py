@@ -86,6 +86,7 @@ def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, o
         "noise_floor": finite(verdict.noise_floor),
         "worst": check_record(worst),
         "reference": verdict.reference,
+        "plain_rule": verdict.plain,
         "checks": [check_record(check) for check in verdict.checks],
         **work_record(verdict.program),
         "predicted_seconds": None,

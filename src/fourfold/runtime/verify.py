@@ -60,6 +60,7 @@ class Verdict:
     checks: tuple[Check, ...]
     reference: str
     noise_floor: float
+    plain: bool  # float32: within twice the distance of the one undisturbed run, floor and further runs left aside
     seconds: float
     program: Program
 
@@ -111,9 +112,11 @@ def verify(
             return None
         got: Trial = torch.load(result, weights_only=False)
     say("running the reference on one process")
-    checks, floor = _checks(got, reference, precision, {p.key for p in subject.graph.parameters if p.trainable})
+    checks, floor, plain = _checks(got, reference, precision, {p.key for p in subject.graph.parameters if p.trainable})
     seconds = statistics.median(max(step) for step in zip(*(f["seconds"] for f in facts), strict=True))
-    return Verdict(checks=tuple(checks), reference=reference.kind, noise_floor=floor, seconds=seconds, program=program)
+    return Verdict(
+        checks=tuple(checks), reference=reference.kind, noise_floor=floor, plain=plain, seconds=seconds, program=program
+    )
 
 
 def check_request(*, precision: str, optimizer: str, steps: int) -> None:
@@ -125,20 +128,22 @@ def check_request(*, precision: str, optimizer: str, steps: int) -> None:
         raise InvalidInput(f"--steps {steps}; use at least 1")
 
 
-def _checks(got: Trial, reference: Reference, precision: str, trainable: set[str]) -> tuple[list[Check], float]:
+def _checks(got: Trial, reference: Reference, precision: str, trainable: set[str]) -> tuple[list[Check], float, bool]:
     exact = _Measure(reference.exact, reference.start, trainable)
     mine = exact.of(_completed(got, reference))
     if precision == "fp64":
         drift = exact.of(reference.perturbed)
-        return _against(mine, {key: _limit64(key, w.error, reference) for key, w in drift.items()}), _largest(drift)
+        checks = _against(mine, {key: _limit64(key, w.error, reference) for key, w in drift.items()})
+        return checks, _largest(drift), all(check.holds for check in checks)
     own: dict[tuple[str, int], float] = dict.fromkeys(mine, 0.0)
-    checks: list[Check] = []
+    undisturbed = exact.of(reference.single(0))
+    plain = all(w.error <= TWICE * undisturbed[key].error for key, w in mine.items())
     for draw in range(DRAWS):
         own = {key: max(own[key], w.error) for key, w in exact.of(reference.single(draw)).items()}
         checks = _against(mine, {key: max(TWICE * distance, ULPS) for key, distance in own.items()})
         if all(check.holds for check in checks):
             break
-    return checks, max(own.values())
+    return checks, max(own.values()), plain
 
 
 def _against(found: Mapping[tuple[str, int], Worst], limits: Mapping[tuple[str, int], float]) -> list[Check]:
