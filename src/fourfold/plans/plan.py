@@ -1,4 +1,7 @@
-"""A plan: how every op of one graph is split over one mesh. An immutable value with a versioned JSON file.
+"""A plan: how every op of one graph is split over the ranks. An immutable value with a versioned JSON file.
+
+Without `stages` all ranks form one mesh and run all ops. With them, each stage runs the ops from its `first` to the next
+stage's, on ranks and a mesh of its own; a mesh axis has one name and meaning in all stages that have it.
 
 Splits are rules: an op pattern and, per axis, ``batch | filter | channel | domain:<i> | replicate``. Of several matching
 rules the last wins, axis by axis; an axis without a rule follows the incoming tensors. `inputs` says, per axis, how the
@@ -18,6 +21,7 @@ from typing import Any
 from fourfold.errors import InvalidInput, StalePlan, nearest
 from fourfold.graph import Graph, Op
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.schedule import Schedule, check, schedule_named
 
 VERSION = 1
 _WILD = frozenset("*?[")
@@ -34,6 +38,23 @@ class Passes:
     axis: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The ops from `first` up to the next stage's first, on these ranks. Several stages may share all their ranks."""
+
+    first: str
+    ranks: tuple[int, ...]
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of ops within one stage whose activations are dropped after forward and computed again for backward."""
+
+    first: str
+    last: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One way to split one graph."""
@@ -46,6 +67,11 @@ class Plan:
     inputs: Mapping[str, str] = field(default_factory=dict)
     splits: tuple[tuple[str, Mapping[str, str]], ...] = ()
     passes: tuple[Passes, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    microbatches: int = 1
+    schedule: str = "1f1b-sno"
+    recompute: tuple[Segment, ...] = ()
+    zero: int = 0  # 1: the optimizer's state is divided over the axes that repeat a parameter; 3: the parameter too
     notes: tuple[str, ...] = ()
     signature: Mapping[str, Any] = field(default_factory=dict)  # shapes and dtypes of inputs and targets
 
@@ -55,16 +81,61 @@ class Plan:
             if split not in SPLITS and not _is_numbered(split, "domain:"):
                 raise InvalidInput(f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of "
                                    f"{', '.join(SPLITS)} or domain:<i>")  # fmt: skip
+        axes = tuple(dict.fromkeys(name for stage in self.parts for name in stage.mesh.names))
         for axis in {*self.inputs, *(a for _, by in self.splits for a in by)}:
-            if axis not in self.mesh.names:
-                raise InvalidInput(f"the mesh has axes {', '.join(self.mesh.names)}, not '{axis}'"
-                                   f"{nearest(axis, self.mesh.names)}")  # fmt: skip
+            if axis not in axes:
+                raise InvalidInput(f"the mesh has axes {', '.join(axes)}, not '{axis}'{nearest(axis, axes)}")
         if self.batch < 1:
             raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
+        if self.zero not in (0, 1, 3):
+            raise InvalidInput(f"zero is {self.zero}; use 0, 1 (optimizer state divided) or 3 (weights too)")
         for run in self.passes:
-            if run.axis not in self.mesh.names or not isinstance(run.count, int) or run.count < 1:
+            if run.axis not in axes or not isinstance(run.count, int) or run.count < 1:
                 raise InvalidInput(f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one "
-                                   f"of {', '.join(self.mesh.names)} and a whole number of at least 1")  # fmt: skip
+                                   f"of {', '.join(axes)} and a whole number of at least 1")  # fmt: skip
+        if not 1 <= self.microbatches <= self.batch:
+            raise InvalidInput(f"{self.microbatches} micro-batches of a batch of {self.batch}; use between 1 and {self.batch}")
+        _check_ranks(self.stages)
+        check(self.timetable)
+
+    @property
+    def parts(self) -> tuple[Stage, ...]:
+        """The stages; without any, one of all ranks."""
+        return self.stages or (Stage(first="", ranks=tuple(range(self.mesh.size)), mesh=self.mesh),)
+
+    @property
+    def size(self) -> int:
+        """How many ranks run the plan."""
+        return 1 + max(rank for stage in self.parts for rank in stage.ranks)
+
+    @cached_property
+    def timetable(self) -> Schedule:
+        """Who does what when: a row for each distinct set of ranks."""
+        places = len({stage.ranks for stage in self.parts})
+        return schedule_named(self.schedule, places, self.microbatches, chunks=len(self.parts) // places)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples in each micro-batch: as even as can be, the larger ones first."""
+        small, more = divmod(self.batch, self.microbatches)
+        return tuple(small + (m < more) for m in range(self.microbatches))
+
+    def within(self, stage: Stage, batch: int) -> Plan:
+        """How one stage splits a batch of this size: a plan of one mesh."""
+        here = stage.mesh.names
+        splits = tuple((op, {a: s for a, s in by.items() if a in here}) for op, by in self.splits)
+        return Plan(
+            graph=self.graph,
+            batch=batch,
+            mesh=stage.mesh,
+            strategy=self.strategy,
+            model=self.model,
+            inputs={a: s for a, s in self.inputs.items() if a in here},
+            splits=tuple((op, by) for op, by in splits if by),
+            passes=tuple(p for p in self.passes if p.axis in here),
+            recompute=self.recompute,
+            zero=self.zero,
+        )
 
     def split_of(self, op: Op) -> dict[str, str]:
         """The splits the rules give an op, by axis."""
@@ -98,7 +169,16 @@ class Plan:
             if pattern not in known and not any(matches(pattern, op) for op in graph.ops):
                 names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
                 raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
+        if graph.batch is not None and self.microbatches > 1:
+            raise InvalidInput(f"the model fixes its batch at {graph.batch}, so that it cannot be cut into "
+                               f"{self.microbatches} micro-batches; use 1")  # fmt: skip
         paths = [op.path for op in graph.ops]
+        for what, path in [(f"stage {k} begins", s.first) for k, s in enumerate(self.stages) if s.first or k]:
+            if strict and path not in paths:
+                raise InvalidInput(f"{what} at '{path}', which is no op{nearest(path, paths)}; `fourfold inspect` lists them")
+        begins = [paths.index(s.first) for s in self.stages[1:] if s.first in paths]
+        if strict and any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
+            raise InvalidInput(f"the stages begin at ops {[0, *begins]}, which are not in order; each must begin after the last")
         for run in self.passes:
             if run.first not in paths:
                 raise InvalidInput(f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; "
@@ -112,6 +192,11 @@ class Plan:
             "graph": self.graph,
             "batch": self.batch,
             "mesh": dict(self.mesh.axes),
+            "stages": [{"first": s.first, "ranks": list(s.ranks), "mesh": dict(s.mesh.axes)} for s in self.stages],
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "recompute": [{"first": s.first, "last": s.last} for s in self.recompute],
+            "zero": self.zero,
             "inputs": dict(self.inputs),
             "splits": [{"op": pattern, **by_axis} for pattern, by_axis in self.splits],
             "passes": [{"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in self.passes],
@@ -135,6 +220,11 @@ class Plan:
                     (str(r["op"]), {str(a): str(s) for a, s in r.items() if a != "op"}) for r in data.get("splits", [])
                 ),
                 passes=tuple(Passes(**p) for p in data.get("passes", [])),
+                stages=tuple(_stage(s, data["mesh"]) for s in data.get("stages", [])),
+                microbatches=int(data.get("microbatches", 1)),
+                schedule=str(data.get("schedule", "1f1b-sno")),
+                recompute=tuple(Segment(**s) for s in data.get("recompute", [])),
+                zero=int(data.get("zero", 0)),
                 notes=tuple(map(str, data.get("notes", []))),
                 signature=dict(data.get("signature", {})),
             )
@@ -148,6 +238,26 @@ def matches(pattern: str, op: Op) -> bool:
 
 def _is_numbered(split: str, prefix: str) -> bool:
     return split.startswith(prefix) and split.removeprefix(prefix).isdigit()
+
+
+def _stage(data: Mapping[str, Any], mesh: Mapping[str, Any]) -> Stage:
+    ranks = tuple(int(rank) for rank in data["ranks"])
+    return Stage(first=str(data["first"]), ranks=ranks, mesh=_mesh(data.get("mesh", mesh)))
+
+
+def _check_ranks(stages: tuple[Stage, ...]) -> None:
+    """Refuse stages whose ranks do not fit their meshes, overlap in part, leave a rank idle or take turns out of order."""
+    for k, stage in enumerate(stages):
+        if len(stage.ranks) != stage.mesh.size or len(set(stage.ranks)) != len(stage.ranks):
+            raise InvalidInput(f"stage {k} has ranks {list(stage.ranks)} for a mesh {stage.mesh} of {stage.mesh.size}")
+    places = list(dict.fromkeys(stage.ranks for stage in stages))
+    used = sorted(rank for ranks in places for rank in ranks)
+    if used != list(range(len(used))):
+        raise InvalidInput(f"the stages use ranks {used}; each rank from 0 on belongs to one set of ranks")
+    for k, stage in enumerate(stages):
+        if stage.ranks != places[k % len(places)] or len(stages) % len(places):
+            raise InvalidInput(f"stage {k} of {len(stages)} is on ranks {list(stage.ranks)}; stages take turns on "
+                               f"{len(places)} sets of ranks, so it belongs on {list(places[k % len(places)])}")  # fmt: skip
 
 
 def _mesh(sizes: Mapping[str, Any]) -> Mesh:

@@ -217,7 +217,13 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 ASYNCHRONOUS = ("1f1b-as", "fbp-as")
 
 
-def schedule_named(name: str, ranks: int, microbatches: int) -> Schedule:
+def schedule_named(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """A schedule by its name; `chunks` is how many stages each rank has, where that is known."""
     if name not in SCHEDULES:
         raise InvalidInput(f"unknown schedule '{name}'{nearest(name, SCHEDULES)}; known: {', '.join(SCHEDULES)}")
+    if name == "interleaved":
+        return interleaved(ranks, microbatches, 2 if chunks is None else chunks)
+    if chunks is not None and chunks > 1:
+        raise InvalidInput(f"schedule {name} runs one stage on each of {ranks} sets of ranks, {chunks * ranks} stages given; "
+                           f"use {ranks} stages or the schedule interleaved")  # fmt: skip
     return SCHEDULES[name](ranks, microbatches)
