@@ -49,7 +49,7 @@ def measured_peak(
         return _cuda_peak(run, warm_up, device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces every start and stop on stderr
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for _ in range(warm_up):
             run()
         alive = _storages(held())
