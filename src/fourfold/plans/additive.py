@@ -1,0 +1,331 @@
+"""The loss of a batch as a sum over its micro-batches: exactly, or a refusal.
+
+A captured loss ends in a *tail*: ops that are linear in a few *terms*, each a reduction over the batch. Every mean among the
+terms becomes the sum over the micro-batch times a scale that is fed: one over the number of elements in the whole batch, or
+over what the loss itself divides by (class-index cross entropy counts the targets it does not ignore, weighted). What
+does not depend on the batch is divided by the number of micro-batches. Then the losses of the micro-batches, and their
+gradients, add up to those of the batch. `samples` sees to it that below the terms every sample is on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.errors import Infeasible
+from fourfold.graph import Graph, Op, Ref, TensorSpec
+from fourfold.graph.spec import mapped, substituted
+from fourfold.ops.loss import MEAN, SUM
+from fourfold.ops.nest import Nest, nest_of
+from fourfold.plans.samples import Mixed, Samples, Spread, ancestors, kind_of
+
+_ADDITIVE = ("add", "sub", "rsub", "neg", "clone", "alias", "contiguous", "detach", "to", "_to_copy", "view", "reshape", "cat",
+             "flatten", "squeeze", "unsqueeze", "stack", "sum", "mean", "permute", "transpose", "t", "expand",
+             "select")  # fmt: skip
+"""Ops linear in all their tensors together; numbers beside them are added."""
+_SCALING = ("mul", "div", "dot", "mv", "mm", "matmul")
+"""Ops linear in one tensor, the others being factors."""
+_SUMMING = ("sum", "mm", "bmm", "matmul", "einsum")
+"""Ops that plainly add up over a `sum` loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroLoss:
+    """A graph whose losses over micro-batches add up to the loss of the batch.
+
+    `scales` are scalar inputs appended to the graph's targets. Those in `fixed` have a known value; a scale in `counted` is one
+    over the sum, over all micro-batches, of the output of that name of `counts`, a graph of inputs and targets without a loss.
+    """
+
+    graph: Graph
+    scales: tuple[str, ...] = ()
+    fixed: Mapping[str, float]
+    counts: Graph | None = None
+    counted: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
+    """The loss of a batch of this size in this many micro-batches; refuses a loss that is no sum over samples."""
+    if microbatches == 1:
+        return MicroLoss(graph=graph, fixed={}, counted={})
+    if graph.batch is not None:
+        raise Infeasible(f"the model fixes its batch at {graph.batch}, so {microbatches} micro-batches cannot be smaller; "
+                         "use 1 micro-batch")  # fmt: skip
+    tail = _Tail(graph, batch, microbatches)
+    loss = tail.share(graph.loss)
+    notes = _norm_notes(tail.samples, graph, batch // microbatches)
+    return tail.finished(loss, notes)
+
+
+def _refused(why: str) -> Infeasible:
+    return Infeasible(f"{why}, so the loss is not a sum over micro-batches; use 1 micro-batch")
+
+
+class _Tail:
+    """Rewrites the tail of a loss, from the loss back to the terms."""
+
+    def __init__(self, graph: Graph, batch: int, microbatches: int) -> None:
+        self.graph, self.batch, self.microbatches = graph, batch, microbatches
+        self.concrete, self.samples = graph.at(batch), Samples(graph)
+        self.values: dict[str, TensorSpec] = dict(graph.values)
+        self.new: dict[str, list[Op]] = {}  # by the op they stand for
+        self.shares: dict[str, str] = {}
+        self.numbers: dict[str, str] = {}
+        self.fixed: dict[str, float] = {}
+        self.counted: dict[str, str] = {}
+        self.count_ops: list[Op] = []
+        self.at = {op.name: op for op in self.concrete.ops}
+        self.probed = {op.name: op for op in self.samples.probe.ops}
+        self.kept = self._kept()
+
+    def _kept(self) -> set[str]:
+        """Values that stay as they were, for outputs and buffers; those the loss is made of cannot be outputs any more."""
+        states, upstream = self.samples.states, ancestors(self.graph, [self.graph.loss])
+        tail = {n for n in upstream if isinstance(states[n], Mixed) and not self.samples.sized(n)}
+        self.outputs = tuple(n for n in self.graph.outputs if n not in tail)
+        return ancestors(self.graph, [*self.outputs, *(value for _, value in self.graph.writes)])
+
+    def share(self, name: str) -> str:
+        """The new value that adds up, over micro-batches, to the named one over the batch."""
+        if name not in self.shares:
+            state = self.samples.states[name]
+            number = self._number(name)
+            if number is not None:
+                self.shares[name] = self._shrunk(number)
+            elif self.samples.sized(name) or name not in self.graph.producer:
+                assert isinstance(state, Mixed)
+                raise _refused(state.why)
+            else:
+                self.shares[name] = self._rewritten(self.graph.producer[name], name)
+        return self.shares[name]
+
+    def _number(self, name: str) -> str | None:
+        """A value that the batch does not change but by its size, with the size of the whole batch in it; None for others."""
+        if self.samples.states[name] is None:
+            return name
+        op = self.graph.producer.get(name)
+        if op is None or self.samples.sized(name) or len(op.results) > 1:
+            return None
+        if name not in self.numbers:
+            named = {n: self._number(n) for n in op.operands}
+            if None in named.values():
+                return None
+            args, kwargs = (substituted(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
+            self.numbers[name] = self._emit(op, replace(op, args=args, kwargs=kwargs))
+        return self.numbers[name]
+
+    def _rewritten(self, op: Op, name: str) -> str:
+        states = [self.samples.states[n] for n in op.operands]
+        if any(isinstance(state, Spread) for state in states):
+            return self._term(op)
+        if len(op.results) == 1 and self.values[name].is_float and kind_of(op) in _ADDITIVE:
+            return self._added(op)
+        if len(op.results) == 1 and kind_of(op) in _SCALING and not op.kwargs.get("rounding_mode"):
+            return self._multiplied(op)
+        raise self._not_linear(op)
+
+    def _not_linear(self, op: Op) -> Infeasible:
+        """The refusal of an op of the tail, unless what it reads is at fault already."""
+        for name in op.operands:
+            self.share(name)
+        return _refused(f"{op.path} ({op.target}) is not linear in a sum over the batch")
+
+    def _added(self, op: Op) -> str:
+        """A linear op: every tensor and every number gives its share."""
+        named = {n: self.share(n) for n in op.operands}
+        args, kwargs = (substituted(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
+        if kind_of(op) in ("add", "sub", "rsub"):
+            args = tuple(a / self.microbatches if isinstance(a, (int, float)) and i < 2 else a for i, a in enumerate(args))
+        return self._emit(op, replace(op, args=args, kwargs=kwargs))
+
+    def _multiplied(self, op: Op) -> str:
+        """A product or quotient: the one factor that is a sum over the batch gives its share."""
+        numbers = {n: self._number(n) for n in op.operands}
+        sums = [n for n in op.operands if numbers[n] is None]
+        first = op.args[0].name if isinstance(op.args[0], Ref) else ""
+        if len(sums) != 1 or (kind_of(op) == "div" and first != sums[0]):
+            raise self._not_linear(op)
+        args = substituted(_renamed(op.args, {**numbers, sums[0]: self.share(sums[0])}), self.batch)
+        return self._emit(op, replace(op, args=args))
+
+    def _term(self, op: Op) -> str:
+        """A reduction over the batch, as a sum."""
+        found = self.samples.loop(op, self.probed[op.name])
+        mixed = next((s for s in map(self.samples.states.get, op.operands) if isinstance(s, Mixed)), None)
+        if mixed is not None or isinstance(found, Mixed):
+            raise _refused((mixed or found).why)  # type: ignore[union-attr]
+        nest = nest_of(self.at[op.name], self.concrete)
+        kind = kind_of(op)
+        if found[0].kind == "sum" and kind == "mean":
+            overload = "default" if op.target == "aten.mean.default" else "dim_IntList"
+            total = replace(op, target=f"aten.sum.{overload}")
+            return self._scaled(op, self._emit(op, total), 1 / nest.detail["count"])
+        if found[0].kind == "sum" and kind in _SUMMING:
+            return self._emit(op, op)
+        if found[0].kind == "sum" and nest.kernel in ("elementwise_loss", "cross_entropy"):
+            return self._loss(op, nest)
+        raise _refused(f"{op.path} mixes samples")
+
+    def _loss(self, op: Op, nest: Nest) -> str:
+        if nest.detail["reduction"] == SUM:
+            return self._emit(op, op)
+        assert nest.detail["reduction"] == MEAN
+        if nest.kernel == "elementwise_loss":
+            return self._scaled(op, self._emit(op, _summed(op, nest.detail["position"])), 1 / nest.detail["count"])
+        total = self._emit(op, _summed(op, 3))
+        if nest.detail["soft"]:
+            x = self.concrete.values[op.operands[0]].shape
+            return self._scaled(op, total, x[1] / math.prod(x))
+        return self._scaled(op, total, self._count(op, nest))
+
+    def _count(self, op: Op, nest: Nest) -> str:
+        """What a class-index loss divides by: its valid targets, or their classes' weights."""
+        target, *weight = op.operands[1:]
+        self._check_known(op, op.operands[1:])
+        shape, base = self.values[target].shape, f"{op.name}_count"
+        valid = self._counter(op, f"{base}_valid", "aten.ne.Scalar", (Ref(target), nest.detail["ignore"]), shape, "bool")
+        if not weight:
+            return self._counter(op, base, "aten.sum.default", (Ref(valid),), (), "int64")
+        dtype = self.values[weight[0]].dtype
+        safe = self._counter(op, f"{base}_safe", "aten.where.ScalarOther", (Ref(valid), Ref(target), 0), shape, "int64")
+        each = self._counter(op, f"{base}_each", "aten.index.Tensor", (Ref(weight[0]), (Ref(safe),)), shape, dtype)
+        counts = self._counter(op, f"{base}_used", "aten.mul.Tensor", (Ref(each), Ref(valid)), shape, dtype)
+        return self._counter(op, base, "aten.sum.default", (Ref(counts),), (), dtype)
+
+    def _check_known(self, op: Op, names: Iterable[str]) -> None:
+        """A denominator must be known before the first micro-batch runs: from the data, not from the network's answer."""
+        upstream = ancestors(self.graph, names)
+        made = {n for o in self.graph.ops if o.random for n in o.results}
+        if upstream & ({p.name for p in self.graph.parameters if p.trainable} | made):
+            raise _refused(f"{op.path} divides by a number of targets that the network itself decides")
+
+    def _counter(self, op: Op, name: str, target: str, args: tuple[Any, ...], shape: tuple[Any, ...], dtype: str) -> str:
+        name = self._fresh(name)
+        self.values[name] = TensorSpec(shape, dtype)
+        pointwise = target.split(".")[1] in ("ne", "where", "mul")
+        self.count_ops.append(
+            Op(name=name, target=target, args=args, kwargs={}, results=(name,), module=op.module, pointwise=pointwise)
+        )
+        return name
+
+    def _emit(self, op: Op, instead: Op) -> str:
+        """Put an op where another stood, under its name unless the other stays too; the name of its result."""
+        if set(op.results) & self.kept:
+            name = self._fresh(f"{op.name}_share")
+            self.values[name] = self.values[op.results[0]]
+            instead = replace(instead, name=name, results=(name,))
+        self.new.setdefault(op.name, []).append(instead)
+        return instead.results[0]
+
+    def _scaled(self, op: Op, value: str, scale: float | str) -> str:
+        """The value times a scale that is fed: a number, or one over a count."""
+        name = self._product(op.name, op.module, value)
+        if isinstance(scale, str):
+            self.counted[name] = scale
+        else:
+            self.fixed[name] = scale
+        return self.new[op.name][-1].results[0]
+
+    def _shrunk(self, value: str) -> str:
+        """A value that every micro-batch has whole, over their number."""
+        op = self.graph.producer.get(value)
+        at, module = (op.name, op.module) if op is not None else ("", "")
+        self.fixed[self._product(at, module, value)] = 1 / self.microbatches
+        return self.new[at][-1].results[0]
+
+    def _product(self, at: str, module: str, value: str) -> str:
+        """Put the product with a new scalar input behind an op (or first of all); the name of the scalar."""
+        spec = self.values[value]
+        scale, result = self._fresh(f"{value}_scale"), self._fresh(f"{value}_scaled")
+        self.values[scale], self.values[result] = TensorSpec((), spec.dtype), spec
+        product = Op(name=result, target="aten.mul.Tensor", args=(Ref(value), Ref(scale)), kwargs={}, results=(result,),
+                     module=module, pointwise=True)  # fmt: skip
+        self.new.setdefault(at, []).append(product)
+        return scale
+
+    def _fresh(self, name: str) -> str:
+        taken = {*self.values, *(op.name for op in self.graph.ops)}
+        while name in taken:
+            name += "_"
+        return name
+
+    def finished(self, loss: str, notes: tuple[str, ...]) -> MicroLoss:
+        scales = (*self.fixed, *self.counted)
+        ops = list(self.new.get("", ()))
+        for op in self.graph.ops:
+            new = self.new.get(op.name, [])
+            ops += new if any(other.name == op.name for other in new) else [op, *new]
+        writes = [value for _, value in self.graph.writes]
+        graph = replace(
+            self.graph,
+            values={n: spec for n, spec in self.values.items() if n not in {r for op in self.count_ops for r in op.results}},
+            targets=(*self.graph.targets, *scales),
+            ops=_used(ops, [loss, *self.outputs, *writes]),
+            loss=loss,
+            outputs=self.outputs,
+        )
+        dropped = [n for n in self.graph.outputs if n not in self.outputs]
+        if dropped:
+            notes = (*notes, f"outputs that the loss is made of are not given under micro-batches: {', '.join(dropped)}")
+        return MicroLoss(graph=graph, scales=scales, fixed=self.fixed, counts=self._counts(), counted=self.counted, notes=notes)
+
+    def _counts(self) -> Graph | None:
+        """The denominators alone, from as few inputs as they need."""
+        if not self.counted:
+            return None
+        outputs = tuple(dict.fromkeys(self.counted.values()))
+        ops = _used([*self.graph.ops, *self.count_ops], outputs)
+        read = {n for op in ops for n in (*op.operands, *op.results)}
+        return replace(
+            self.graph,
+            values={n: spec for n, spec in self.values.items() if n in read},
+            inputs=tuple(n for n in self.graph.inputs if n in read),
+            targets=tuple(n for n in self.graph.targets if n in read),
+            parameters=tuple(p for p in self.graph.parameters if p.name in read),
+            constants=tuple(c for c in self.graph.constants if c.name in read),
+            ops=ops,
+            loss="",
+            outputs=outputs,
+            writes=(),
+        )
+
+
+def _summed(op: Op, position: int) -> Op:
+    """A loss with its reduction set to the sum."""
+    if len(op.args) > position:
+        return replace(op, args=(*op.args[:position], SUM, *op.args[position + 1 :]))
+    return replace(op, kwargs={**op.kwargs, "reduction": SUM})
+
+
+def _renamed(literal: Any, names: Mapping[str, str | None]) -> Any:
+    """A literal with its references renamed."""
+    return mapped(literal, lambda leaf: Ref(names.get(leaf.name) or leaf.name) if isinstance(leaf, Ref) else leaf)
+
+
+def _used(ops: Iterable[Op], wanted: Iterable[str]) -> tuple[Op, ...]:
+    """The ops that the wanted values are made by, in order."""
+    needed, kept = set(wanted), []
+    for op in reversed(list(ops)):
+        if needed & set(op.results):
+            needed.update(op.operands)
+            kept.append(op)
+    return tuple(reversed(kept))
+
+
+def _norm_notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:
+    """What norms over the batch do under micro-batches; refuses those left with nothing to take statistics of."""
+    upstream = ancestors(graph, [graph.loss])
+    norms = [op for op in samples.norms if op.results[0] in upstream]
+    for op in norms:
+        shape = graph.at(smallest).values[op.operands[0]].shape
+        if kind_of(op) == "batch_norm" and math.prod(shape) == shape[1]:
+            raise Infeasible(f"{op.path} would take its statistics of 1 value per channel in a micro-batch of {smallest}; "
+                             "use fewer micro-batches")  # fmt: skip
+    if not norms:
+        return ()
+    more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+    return (f"batch norm ({norms[0].module or norms[0].name}{more}) takes its statistics per micro-batch, as one device with "
+            "the same micro-batches would",)  # fmt: skip

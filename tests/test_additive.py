@@ -1,0 +1,387 @@
+"""A loss over micro-batches: the sum over them is the loss of the batch, gradients too, or the plan is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.errors import Infeasible
+from fourfold.graph import Graph, Op, Ref, Size, TensorSpec
+from fourfold.graph.capture import capture, mean_square
+from fourfold.plans import Mesh, Plan, lower
+from fourfold.plans.additive import MicroLoss, microbatched
+from fourfold.runtime.execute import Executor
+from fourfold.runtime.world import World
+from small import SMALL, batch_of, graph_of
+
+Loss = Callable[..., Tensor]
+Run = tuple[dict[str, float], dict[str, Tensor]]
+
+BATCH, CLASSES = 7, 5
+
+
+def executed(graph: Graph, batch: int, state: dict[str, Tensor], feeds: dict[str, Tensor]) -> Run:
+    """Outputs of no dims and gradients of one rank."""
+    plan = Plan(graph=graph.hash, batch=batch, mesh=Mesh.of(data=1))
+    executor = Executor(
+        lower(graph, plan),
+        World.join(Mesh.of(data=1)),
+        lambda key, _: state[key].clone(),
+        dtypes={"float32": torch.float64},
+    )
+    names = (*graph.inputs, *graph.targets)
+    loss, out = executor.forward_backward({n: executor.cut(n, feeds[n]) for n in names})
+    scalars = {n: t.item() for n, t in {**out, graph.loss: loss}.items() if not t.dim()}
+    return scalars, {executor.keys[n]: t.grad for n, t in executor.state.items() if t.grad is not None}
+
+
+def counted(micro: MicroLoss, sizes: list[int], state: dict[str, Tensor], parts: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Scales that are one over a count of the whole batch."""
+    if micro.counts is None:
+        return {}
+    graph = replace(micro.counts, loss=micro.counts.outputs[0])
+    runs = [executed(graph, n, state, feeds)[0] for n, feeds in zip(sizes, parts, strict=True)]
+    return {scale: 1 / sum(run[name] for run in runs) for scale, name in micro.counted.items()}
+
+
+def in_parts(
+    graph: Graph, micro: MicroLoss, count: int, state: dict[str, Tensor], given: list[Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients summed over micro-batches."""
+    feeds = dict(zip((*graph.inputs, *graph.targets), given, strict=True))
+    batched = {n for n in feeds if graph.batch_dim(n) is not None}
+    cut = {n: t.tensor_split(count) if n in batched else (t,) * count for n, t in feeds.items()}
+    parts = [{n: pieces[k] for n, pieces in cut.items()} for k in range(count)]
+    sizes = [len(piece) for piece in torch.arange(len(given[0])).tensor_split(count)]
+    scales = {**micro.fixed, **counted(micro, sizes, state, parts)}
+    assert set(scales) == set(micro.scales) == set(micro.graph.targets) - set(graph.targets)
+    total, sums = 0.0, {key: torch.zeros_like(t) for key, t in state.items()}
+    for size, part in zip(sizes, parts, strict=True):
+        fed = {n: torch.tensor(value, dtype=torch.float64) for n, value in scales.items()}
+        scalars, gradients = executed(micro.graph, size, state, part | fed)
+        total += scalars[micro.graph.loss]
+        for key, gradient in gradients.items():
+            sums[key] += gradient
+    return total, sums
+
+
+def assert_adds_up(module: nn.Module, given: list[Tensor], loss: Loss | None = None, *, inputs: int = 1) -> MicroLoss:
+    """The micro-batches' losses and gradients add up to eager's of the whole batch, in even and uneven parts."""
+    x, targets = tuple(given[:inputs]), tuple(given[inputs:])
+    graph = capture(module, x, targets, loss)
+    module = module.double()
+    state = {k: v.detach().clone() for k, v in [*module.named_parameters(), *module.named_buffers()]}
+    wide = [t.double() if t.is_floating_point() else t for t in given]
+    outputs = module(*wide[:inputs])
+    expected = loss(outputs, *wide[inputs:]) if loss else mean_square(outputs)
+    expected.backward()
+    for count in (3, len(given[0])):
+        micro = microbatched(graph, len(given[0]), count)
+        got, gradients = in_parts(graph, micro, count, state, wide)
+        assert got == pytest.approx(expected.item(), rel=1e-12)
+        for key, parameter in module.named_parameters():
+            wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            assert (gradients[key] - wanted).norm() <= 1e-12 * wanted.norm(), key
+    return micro
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, CLASSES)
+        self.register_buffer("weights", torch.rand(CLASSES) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(F.gelu(self.one(x)))
+
+
+def rows() -> Tensor:
+    return torch.randn(BATCH, 6)
+
+
+def labels(*shape: int, ignored: bool = False) -> Tensor:
+    drawn = torch.randint(CLASSES, (BATCH, *shape))
+    return torch.where(torch.rand(drawn.shape) < 0.4, -100, drawn) if ignored else drawn
+
+
+CLASS_LOSSES: dict[str, Loss] = {
+    "mean": F.cross_entropy,
+    "sum": lambda y, t: F.cross_entropy(y, t, reduction="sum"),
+    "none then mean": lambda y, t: F.cross_entropy(y, t, reduction="none").mean(),
+    "ignore_index": lambda y, t: F.cross_entropy(y, t, ignore_index=2),
+    "label smoothing": lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1),
+    "smoothing and ignore_index": lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1, ignore_index=1),
+    "nll": lambda y, t: F.nll_loss(F.log_softmax(y, -1), t),
+    "nll sum": lambda y, t: F.nll_loss(F.log_softmax(y, -1), t, reduction="sum"),
+    "over the batch": lambda y, t: F.cross_entropy(y, t, reduction="sum") / y.shape[0],
+    "two with factors": lambda y, t: 0.3 * F.cross_entropy(y, t) - y.square().mean() / 7 + 2 * y.abs().sum(),
+    "plus a number": lambda y, t: 1.5 - F.cross_entropy(y, t) + 2,
+    "one twice": lambda y, t: (lambda loss: loss + 0.5 * loss)(F.cross_entropy(y, t)),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_LOSSES)
+def test_class_index_losses_add_up(name: str) -> None:
+    assert_adds_up(Classifier(), [rows(), labels()], CLASS_LOSSES[name])
+
+
+class Weighted(Classifier):
+    """Gives its class weights to the loss."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.weights
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_class_weights_add_up(smoothing: float, reduction: str) -> None:
+    def loss(y: tuple[Tensor, Tensor], t: Tensor) -> Tensor:
+        return F.cross_entropy(y[0], t, weight=y[1], label_smoothing=smoothing, reduction=reduction)
+
+    assert_adds_up(Weighted(), [rows(), labels(ignored=True)], loss)
+
+
+def test_a_micro_batch_without_a_valid_target_adds_nothing() -> None:
+    assert_adds_up(Classifier(), [rows(), torch.tensor([-100, -100, -100, 1, -100, 2, 0])], F.cross_entropy)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_soft_targets_add_up(smoothing: float) -> None:
+    soft = torch.randn(BATCH, CLASSES).softmax(1)
+    assert_adds_up(Classifier(), [rows(), soft], lambda y, t: F.cross_entropy(y, t, label_smoothing=smoothing))
+
+
+ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": lambda y, t, reduction: F.huber_loss(y, t, reduction=reduction, delta=0.7),
+    "bce with logits": F.binary_cross_entropy_with_logits,
+    "bce": lambda y, t, reduction: F.binary_cross_entropy(y.sigmoid(), t, reduction=reduction),
+    "kl": lambda y, t, reduction: F.kl_div(y.log_softmax(1), t, reduction=reduction),
+    "poisson": F.poisson_nll_loss,
+    "soft margin": lambda y, t, reduction: F.soft_margin_loss(y, (t > 0.2).to(y.dtype) * 2 - 1, reduction=reduction),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_losses_add_up(name: str, reduction: str) -> None:
+    target = torch.randn(BATCH, CLASSES).softmax(1)
+    assert_adds_up(Classifier(), [rows(), target], lambda y, t: ELEMENTWISE[name](y, t, reduction=reduction))
+
+
+def test_kl_div_over_the_batch_divides_by_the_whole_batch() -> None:
+    target = torch.randn(BATCH, CLASSES).softmax(1)
+    assert_adds_up(Classifier(), [rows(), target], lambda y, t: F.kl_div(y.log_softmax(1), t, reduction="batchmean"))
+
+
+def test_the_stand_in_loss_adds_up() -> None:
+    assert_adds_up(Classifier(), [rows()])
+
+
+class TwoHeads(Classifier):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.gelu(self.one(x))
+        return self.two(hidden), hidden
+
+
+def test_the_stand_in_loss_of_two_outputs_adds_up() -> None:
+    assert_adds_up(TwoHeads(), [rows()])
+
+
+class Language(nn.Module):
+    """Tokens to scores of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, 6), nn.Linear(6, CLASSES)
+        self.mix = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x)
+        return self.head(h + self.mix(h, h, h, need_weights=False)[0])
+
+
+def shifted(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1))
+
+
+def test_a_language_model_with_shifted_labels_adds_up() -> None:
+    assert_adds_up(Language(), [labels(4), labels(4, ignored=True)], shifted)
+
+
+def test_sequence_first_scores_add_up() -> None:
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(y.transpose(0, 1).reshape(-1, CLASSES), t.t().reshape(-1))
+
+    assert_adds_up(Language(), [labels(4), labels(4, ignored=True)], loss)
+
+
+def test_segmentation_adds_up() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, CLASSES, 1))
+    assert_adds_up(module, [torch.randn(BATCH, 3, 4, 5), labels(4, 5, ignored=True)], F.cross_entropy)
+
+
+class Regularised(Classifier):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.one.weight.square().sum() + self.two.bias.mean()
+
+
+def test_a_term_of_the_weights_alone_is_shared_out() -> None:
+    micro = assert_adds_up(Regularised(), [rows(), labels()], lambda y, t: F.cross_entropy(y[0], t) + 1e-1 * y[1])
+    assert 1 / BATCH in micro.fixed.values()
+
+
+def test_losses_per_class_weighted_and_added_add_up() -> None:
+    def loss(y: tuple[Tensor, Tensor], t: Tensor) -> Tensor:
+        each = F.binary_cross_entropy_with_logits(y[0], t, reduction="none").mean(0)
+        return (each * y[1]).sum()
+
+    assert_adds_up(Weighted(), [rows(), torch.rand(BATCH, CLASSES)], loss)
+
+
+def test_an_input_that_has_no_batch_dim_is_the_same_for_all() -> None:
+    assert_adds_up(
+        Classifier(), [rows(), torch.rand(BATCH, CLASSES), torch.rand(CLASSES)], lambda y, t, w: (w * (y - t) ** 2).mean()
+    )
+
+
+def test_one_micro_batch_changes_nothing() -> None:
+    graph = graph_of("gpt2")
+    micro = microbatched(graph, 4, 1)
+    assert micro.graph is graph
+    assert micro.scales == ()
+    assert micro.counts is None
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_built_in_model_is_accepted(name: str) -> None:
+    graph = graph_of(name)
+    micro = microbatched(graph, batch_of(name), 2)
+    lower(micro.graph, Plan(graph=micro.graph.hash, batch=2, mesh=Mesh.of(data=1)))
+    normed = any(op.target.startswith("aten.batch_norm") for op in graph.ops)
+    assert [note for note in micro.notes if note.startswith("batch norm (")] == list(micro.notes[:normed])
+    assert bool(micro.notes) == normed
+
+
+REFUSED: dict[str, tuple[Loss, str]] = {
+    "products across the batch": (lambda y: (y @ y.T).mean(), "matmul"),
+    "differences across the batch": (lambda y: (y[:, None] - y[None]).square().mean(), "sub"),
+    "softmax over the batch": (lambda y: y.softmax(0).square().sum(), "softmax"),
+    "cumsum over the batch": (lambda y: y.cumsum(0).mean(), "cumsum"),
+    "sort over the batch": (lambda y: (y.sort(0)[0] * y).mean(), "sort"),
+    "max over the batch": (lambda y: y.amax(0).sum(), "amax"),
+    "deviation over the batch": (lambda y: y.std(0).sum(), "std"),
+    "norm over the batch": (lambda y: y.norm(), "norm"),
+    "rolled batch": (lambda y: (y.roll(1, 0) * y).mean(), "roll"),
+    "flipped batch": (lambda y: (y.flip(0) * y).mean(), "flip"),
+    "batch mean subtracted": (lambda y: (y - y.mean(0)).square().mean(), "mean"),
+    "root of the loss": (lambda y: y.square().mean().sqrt(), "sqrt"),
+    "product of two sums": (lambda y: y.mean() * y.square().mean(), "mul"),
+    "a sum over another": (lambda y: y.mean() / y.square().mean(), "div"),
+    "the first sample": (lambda y: y[0].sum(), "select"),
+    "the first two samples": (lambda y: y[:2].square().mean(), "slice"),
+    "the batch size as a number": (lambda y: (y * y.shape[0]).tanh().mean(), "mul"),
+    "places in the batch": (lambda y: (y * torch.arange(y.shape[0])[:, None]).mean(), "mul"),
+    "no rule": (lambda y: y.cummax(1)[0].sum(), r"cummax \(aten.cummax.default\) has no rule"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_that_mixes_samples_is_refused(name: str) -> None:
+    loss, op = REFUSED[name]
+    graph = capture(Classifier(), (rows(),), (), loss)
+    assert graph.batch is None
+    with pytest.raises(Infeasible, match=rf"{op}.*so the loss is not a sum over micro-batches; use 1 micro-batch"):
+        microbatched(graph, BATCH, 2)
+
+
+def test_a_view_that_scrambles_samples_is_refused() -> None:
+    """[B, 4] laid out flat and read as [4, B] has the right size, and rows of several samples; as [B, 2, 2] it is fine."""
+    shapes = {"x": (Size(1, 0), 4), "flat": (Size(4, 0),), "back": (Size(1, 0), 2, 2), "wrong": (4, Size(1, 0))}
+    values = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()} | {"loss": TensorSpec((), "float32")}
+
+    def seen_as(name: str) -> Graph:
+        chain = [("flat", "view", "x"), (name, "view", "flat"), ("loss", "mean", name)]
+        ops = tuple(
+            Op(name=made, target=f"aten.{kind}.default", args=(Ref(read), *((shapes[made],) if kind == "view" else ())), kwargs={},
+               results=(made,), module="")
+            for made, kind, read in chain
+        )  # fmt: skip
+        return Graph(values=values, inputs=("x",), targets=(), parameters=(), constants=(), ops=ops, loss="loss", outputs=())
+
+    assert microbatched(seen_as("back"), 4, 2).fixed == {"loss_scale": 1 / 16}
+    with pytest.raises(Infeasible, match="wrong mixes samples"):
+        microbatched(seen_as("wrong"), 4, 2)
+
+
+def test_targets_the_network_decides_are_refused() -> None:
+    graph = capture(Classifier(), (rows(),), (), lambda y: F.cross_entropy(y, y.argmax(1)))
+    with pytest.raises(Infeasible, match=r"cross_entropy_loss divides by a number of targets that the network itself decides"):
+        microbatched(graph, BATCH, 2)
+
+
+def test_a_fixed_batch_is_refused() -> None:
+    graph = capture(Classifier(), (rows(),), (), fixed=True)
+    with pytest.raises(Infeasible, match=r"fixes its batch at 7, so 2 micro-batches"):
+        microbatched(graph, BATCH, 2)
+
+
+def test_batch_norm_without_values_to_norm_is_refused() -> None:
+    graph = capture(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), (rows(),))
+    assert microbatched(graph, BATCH, 3).notes
+    with pytest.raises(
+        Infeasible, match=r"1\.batch_norm would take its statistics of 1 value per channel in a micro-batch of 1"
+    ):
+        microbatched(graph, BATCH, 4)
+
+
+class Counter(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return super().forward(x) * self.steps
+
+
+def test_a_buffer_that_changes_and_reaches_the_loss_is_refused() -> None:
+    graph = capture(Counter(), (rows(),))
+    with pytest.raises(Infeasible, match=r"buffer steps changes with every micro-batch"):
+        microbatched(graph, BATCH, 2)
+
+
+class Reporting(Classifier):
+    """Returns its loss, as some do, and the batch's mean."""
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = super().forward(x)
+        return F.cross_entropy(y, t), y, y.mean(0)
+
+
+def test_outputs_the_loss_is_made_of_are_dropped_and_said() -> None:
+    micro = assert_adds_up(Reporting(), [rows(), labels()], lambda y: y[0] * 2, inputs=2)
+    assert len(micro.graph.outputs) == 2
+    assert micro.notes == ("outputs that the loss is made of are not given under micro-batches: cross_entropy_loss",)
+
+
+def test_the_graph_stays_open_in_the_batch() -> None:
+    graph = graph_of("gpt2")
+    micro = microbatched(graph, 4, 2)
+    assert micro.graph.batch is None
+    assert micro.graph.targets[: len(graph.targets)] == graph.targets
+    assert any(isinstance(size, Size) for size in micro.graph.values[graph.inputs[0]].shape)
+    assert {n for op in micro.graph.ops for n in (*op.operands, *op.results)} <= set(micro.graph.values)
