@@ -56,6 +56,24 @@ def _defaults(signature: object) -> dict[str, object]:
 
 
 @app.command()
+def clusters(
+    name: Annotated[
+        str | None, typer.Argument(metavar="CLUSTER", help="A preset, a TOML file or `local`.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The built-in clusters, or every number of one with its source."""
+    voice = Voice(json=as_json)
+    with voice.working("loading"):
+        from fourfold.cluster import LOCAL, cluster_named, preset_names
+        from fourfold.report.clusters import cluster_record, cluster_text, clusters_text
+
+        found = [cluster_named(text) for text in ((*preset_names(), LOCAL) if name is None else (name,))]
+    record = {"clusters": [cluster_record(cluster) for cluster in found]}
+    voice.answer(record, lambda: clusters_text(found) if name is None else cluster_text(found[0]))
+
+
+@app.command()
 def inspect(
     model: Model,
     batch: Batch = None,

@@ -1,0 +1,48 @@
+"""Clusters by the text a user gives: a preset, a TOML file, or `local`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from fourfold.cluster.files import load_cluster
+from fourfold.cluster.local import local
+from fourfold.cluster.spec import Cluster
+from fourfold.errors import InvalidInput, nearest
+
+LOCAL = "local"
+
+
+def preset_names() -> tuple[str, ...]:
+    """What is built in, besides `local`."""
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml")))
+
+
+@cache
+def preset(name: str) -> Cluster:
+    """A built-in cluster with all its devices."""
+    with as_file(_folder() / f"{name}.toml") as path:
+        return load_cluster(path)
+
+
+def cluster_named(text: str, *, devices: int | None = None) -> Cluster:
+    """The cluster a text means, with so many devices in use, or all."""
+    if text == LOCAL:
+        return local(devices)
+    found = preset(text) if text in preset_names() else _from_file(text)
+    return found if devices is None else found.sized(devices)
+
+
+def _from_file(text: str) -> Cluster:
+    path = Path(text)
+    if path.suffix != ".toml" and not path.is_file():
+        known = (*preset_names(), LOCAL)
+        near = nearest(text, known) or f"; there are {', '.join(known)}, and files that end in .toml"
+        raise InvalidInput(f"unknown cluster {text!r}{near}")
+    return load_cluster(path)
+
+
+def _folder() -> Traversable:
+    return files("fourfold.cluster") / "presets"

@@ -1,0 +1,173 @@
+"""Clusters as TOML files. Every number's key ends in its unit, and a `source` says where numbers come from.
+
+docs/clusters.md explains each key. Errors name the file, the table, the key and the reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from fourfold.cluster import quantity as q
+from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured
+from fourfold.cluster.parts import KINDS, PRECISIONS, Device, Kind, Link, Nodes, Sources
+from fourfold.cluster.spec import Cluster
+from fourfold.cluster.table import SOURCE, Table, read_table, toml_text
+from fourfold.errors import Error, InvalidInput, nearest
+
+VERSION = 1
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file."""
+    table = read_table(path)
+    try:
+        return _cluster(table)
+    except Error as error:
+        text = str(error)
+        raise InvalidInput(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write a cluster file that reads back as the same value."""
+    path.write_text(cluster_text(cluster), "utf-8")
+
+
+def _cluster(table: Table) -> Cluster:
+    table.check(["version", "name", "about", "in_use", "kernels", "device", "nodes", "link", "measured"])
+    if (version := table.whole("version")) != VERSION:
+        table.fail("version", f"is {version}, this Fourfold reads {VERSION}")
+    kinds = tuple(_device(name, entry) for name, entry in table.named_tables("device").items())
+    runs = tuple(_nodes(entry, [kind.name for kind in kinds]) for entry in table.tables("nodes"))
+    links = tuple(_link(entry) for entry in table.tables("link"))
+    curves = tuple(_curve(entry, [link.name for link in links]) for entry in table.tables("measured"))
+    return Cluster(
+        name=table.text("name"),
+        about=table.text("about", ""),
+        kinds=kinds,
+        nodes=runs,
+        links=links,
+        measured=Measured(curves=curves, kernels=table.text("kernels", "")),
+        size=table.whole("in_use", max(1, sum(run.count * run.devices for run in runs))),
+    )
+
+
+def _device(name: str, table: Table) -> Device:
+    rates = {precision: q.rate(precision) for precision in PRECISIONS}
+    table.check(["kind", "asynchronous", "cores"], [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.ON_CHIP, *rates.values()])
+    given = {precision: table.amount(rate, 0.0) for precision, rate in rates.items()}
+    return Device(
+        name=name,
+        kind=cast(Kind, table.chosen("kind", KINDS)),
+        memory=table.amount(q.MEMORY),
+        bandwidth=table.amount(q.BANDWIDTH),
+        rates=tuple((precision, rate) for precision, rate in given.items() if rate),
+        launch=table.amount(q.LAUNCH, 0.0),
+        asynchronous=table.flag("asynchronous"),
+        cores=table.whole("cores", 0),
+        on_chip=table.amount(q.ON_CHIP, 0.0),
+        sources=table.sources(),
+    )
+
+
+def _nodes(table: Table, known: list[str]) -> Nodes:
+    table.check(["count", "device", "devices_per_node"])
+    device = table.text("device")
+    if device not in known:
+        table.fail("device", f"names {device!r}, which no [device.{device}] describes{nearest(device, known)}")
+    devices = table.whole("devices_per_node", 1)
+    return Nodes(count=table.whole("count"), device=device, devices=devices, sources=table.sources())
+
+
+def _link(table: Table) -> Link:
+    table.check(["name", "devices", "nodes", "shared_by", "oversubscription"], [q.LATENCY, q.BANDWIDTH])
+    return Link(
+        name=table.text("name"),
+        devices=table.whole("devices", 0),
+        nodes=table.whole("nodes", 0),
+        latency=table.amount(q.LATENCY),
+        bandwidth=table.amount(q.BANDWIDTH),
+        shared_by=table.whole("shared_by", 1),
+        oversubscription=table.number("oversubscription", 1),
+        sources=table.sources(),
+    )
+
+
+def _curve(table: Table, known: list[str]) -> Curve:
+    table.check(["collective", "level", "ranks", "groups"], [q.SIZE, q.TIME, q.SPREAD])
+    level = table.text("level")
+    if level not in known:
+        table.fail("level", f"names {level!r}, which is no link{nearest(level, known)}")
+    return Curve(
+        collective=cast(Collective, table.chosen("collective", COLLECTIVES)),
+        level=level,
+        ranks=table.whole("ranks"),
+        groups=table.whole("groups", 1),
+        sizes=table.amounts(q.SIZE),
+        seconds=table.amounts(q.TIME),
+        spreads=table.amounts(q.SPREAD),
+        source=table.text(SOURCE, ""),
+    )
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """A cluster as TOML."""
+    data: dict[str, Any] = {"version": VERSION, "name": cluster.name}
+    if cluster.about:
+        data["about"] = cluster.about
+    if cluster.size != cluster.capacity:
+        data["in_use"] = cluster.size
+    if cluster.measured.kernels:
+        data["kernels"] = cluster.measured.kernels
+    data["device"] = {kind.name: _device_entries(kind) for kind in cluster.kinds}
+    data["nodes"] = [_nodes_entries(run) for run in cluster.nodes]
+    data["link"] = [_link_entries(link) for link in cluster.links]
+    data["measured"] = [_curve_entries(curve) for curve in cluster.measured.curves]
+    return toml_text(data)
+
+
+def _device_entries(device: Device) -> dict[str, Any]:
+    data: dict[str, Any] = {"kind": device.kind}
+    for quantity, value in [
+        (q.MEMORY, device.memory),
+        (q.BANDWIDTH, device.bandwidth),
+        *((q.rate(precision), rate) for precision, rate in device.rates),
+        (q.LAUNCH, device.launch),
+        (q.ON_CHIP, device.on_chip),
+    ]:
+        if value:
+            data |= _amount(quantity, value)
+    flags = {"asynchronous": device.asynchronous, "cores": device.cores}
+    return data | {key: value for key, value in flags.items() if value} | _source_entries(device.sources)
+
+
+def _nodes_entries(run: Nodes) -> dict[str, Any]:
+    return {"count": run.count, "device": run.device, "devices_per_node": run.devices, **_source_entries(run.sources)}
+
+
+def _link_entries(link: Link) -> dict[str, Any]:
+    unit = {"devices": link.devices} if link.devices else {"nodes": link.nodes} if link.nodes else {}
+    shared: dict[str, Any] = {"shared_by": link.shared_by}
+    if link.oversubscription != 1:
+        shared["oversubscription"] = link.oversubscription
+    amounts = _amount(q.LATENCY, link.latency) | _amount(q.BANDWIDTH, link.bandwidth)
+    return {"name": link.name, **unit, **amounts, **shared, **_source_entries(link.sources)}
+
+
+def _curve_entries(curve: Curve) -> dict[str, Any]:
+    data: dict[str, Any] = {"collective": curve.collective, "level": curve.level, "ranks": curve.ranks, "groups": curve.groups}
+    for quantity, values in ((q.SIZE, curve.sizes), (q.TIME, curve.seconds), (q.SPREAD, curve.spreads)):
+        if values:
+            key, numbers = quantity.written(*values)
+            data[key] = numbers
+    return data | ({SOURCE: curve.source} if curve.source else {})
+
+
+def _amount(quantity: q.Quantity, value: float) -> dict[str, Any]:
+    key, (number,) = quantity.written(value)
+    return {key: number}
+
+
+def _source_entries(sources: Sources) -> dict[str, str]:
+    whole = {SOURCE: sources.whole} if sources.whole else {}
+    return whole | {f"{name}_{SOURCE}": text for name, text in sources.single}

@@ -1,0 +1,77 @@
+"""What was measured on a cluster, as plain data: times of collectives by kind, group, level and message size.
+
+A curve holds medians and spreads just as they were measured. Making it monotone, reading between its points and beyond
+them is the oracle's business, and so is the table of op kernels, which lies in a file of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from fourfold.errors import InvalidInput
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The times of one collective in groups of one size that reach up to one link level.
+
+    A size is in bytes: of the tensor (`all_reduce`, `broadcast`, `send`), of one rank's part (`all_gather`,
+    `reduce_scatter`), of all that a rank gives to others (`all_to_all`).
+    """
+
+    collective: Collective
+    level: str  # the name of a link
+    ranks: int  # in one group
+    groups: int = 1  # that did the same at the same time
+    sizes: tuple[float, ...]  # bytes, rising
+    seconds: tuple[float, ...]  # medians
+    spreads: tuple[float, ...] = ()  # seconds between the quartiles; none if not recorded
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise InvalidInput(f"a curve of {self.collective!r}; collectives are {', '.join(COLLECTIVES)}")
+        if self.ranks < 2 or self.groups < 1:
+            raise InvalidInput(f"{self.name} by {self.ranks} ranks in {self.groups} groups; at least 2 and 1 are needed")
+        self._check_points()
+
+    def _check_points(self) -> None:
+        points, spreads = len(self.sizes), len(self.spreads)
+        if not points or len(self.seconds) != points or spreads not in (0, points):
+            found = f"{points} sizes, {len(self.seconds)} times and {spreads} spreads"
+            raise InvalidInput(f"{self.name} has {found}; give as many of each")
+        if not all(low < high for low, high in pairwise((0.0, *self.sizes, math.inf))):
+            raise InvalidInput(f"{self.name}: sizes must be positive and rise")
+        if not all(0 < s < math.inf for s in self.seconds) or not all(0 <= s < math.inf for s in self.spreads):
+            raise InvalidInput(f"{self.name}: times must be positive and spreads not negative")
+
+    @property
+    def name(self) -> str:
+        return f"measured {self.collective} over {self.level}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Everything measured on a cluster. Nothing, unless it was calibrated."""
+
+    curves: tuple[Curve, ...] = ()
+    kernels: str = ""  # path of the table of op kernels, relative to the cluster's file
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, str, int, int]] = set()
+        for curve in self.curves:
+            key = (curve.collective, curve.level, curve.ranks, curve.groups)
+            if key in seen:
+                raise InvalidInput(f"{curve.name} by {curve.ranks} ranks in {curve.groups} groups is given twice; keep one")
+            seen.add(key)
+
+    def of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
+        """The curves of one collective at one level, by group size and number of groups."""
+        found = (c for c in self.curves if c.collective == collective and c.level == level)
+        return tuple(sorted(found, key=lambda c: (c.ranks, c.groups)))
