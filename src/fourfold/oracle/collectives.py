@@ -1,0 +1,122 @@
+"""How long a collective takes: by the measured curve of just such groups if there is one, else by a formula.
+
+Symbols of the formulas: p ranks of a group; alpha seconds to start a message (`Channel.latency`); beta seconds per byte
+(`Channel.ring`, `even` or `border`, which hold sharing, oversubscription and levels); m bytes, of what each function
+says. A group of one rank costs nothing. Every time rises with m, alpha and beta.
+
+The formulas are Hockney's alpha-beta model of the algorithms that NCCL and gloo use for large messages, as in ParaDL (arXiv
+2104.09075). They leave out: protocols for small messages (too high there), the arithmetic of sums, and the processor time
+that gloo's copies take (too low on CPUs; gloo's all-gather took 2.5 times what its all-reduce took). Measure instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fourfold.cluster import Cluster, Collective
+from fourfold.oracle.curves import reading
+from fourfold.oracle.traffic import Channel, Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds, and how they are known."""
+
+    seconds: float
+    spread: float | None = None  # seconds between quartiles, where measured
+    measured: bool = False
+    extrapolated: bool = False  # beyond the measured sizes
+
+
+FREE = Cost(seconds=0.0)
+
+
+def collective_cost(cluster: Cluster, traffic: Traffic, collective: Collective, size: float) -> Cost:
+    """The time until the last of several groups is done that start at once. `size` is in bytes, as `Curve` defines it."""
+    costs = [_cost(cluster, channel, traffic.groups, collective, size) for channel in traffic.channels]
+    return max(costs, key=lambda cost: cost.seconds)
+
+
+def _cost(cluster: Cluster, channel: Channel, groups: int, collective: Collective, size: float) -> Cost:
+    if channel.ranks == 1:
+        return FREE
+    for curve in cluster.measured.of(collective, cluster.links[channel.level].name):
+        if (curve.ranks, curve.groups) == (channel.ranks, groups):
+            read = reading(curve, size)
+            return Cost(seconds=read.seconds, spread=read.spread, measured=True, extrapolated=read.extrapolated)
+    return Cost(seconds=FORMULAS[collective](channel, size))
+
+
+def allreduce_time(channel: Channel, size: float) -> float:
+    """2 (p-1) (alpha + m beta/p), m bytes of the tensor. A ring: p-1 steps reduce-scatter, p-1 gather, m/p bytes each.
+
+    Source: ParaDL; Patarasuk and Yuan 2009. Wrong for small m on many ranks, where trees need log p steps.
+    """
+    return 2 * _ring_time(channel, size / channel.ranks)
+
+
+def allgather_time(channel: Channel, size: float) -> float:
+    """(p-1) (alpha + m beta), m bytes of one rank's part. A ring.
+
+    Source: ParaDL; Thakur et al. 2005. Wrong for small m, where recursive doubling needs log p steps; parts of unequal
+    size cost as much as the largest.
+    """
+    return _ring_time(channel, size)
+
+
+def reducescatter_time(channel: Channel, size: float) -> float:
+    """(p-1) (alpha + m beta), m bytes of one rank's part. The first half of a ring all-reduce.
+
+    Source: Thakur et al. 2005. Wrong as the all-gather is.
+    """
+    return _ring_time(channel, size)
+
+
+def _ring_time(channel: Channel, size: float) -> float:
+    """p-1 steps, in each of which every rank passes m bytes on to the next."""
+    return (channel.ranks - 1) * (channel.latency + size * channel.ring)
+
+
+def alltoall_time(channel: Channel, size: float) -> float:
+    """(p-1) alpha + m beta, m bytes of all that one rank gives to others, evenly. Pairwise messages.
+
+    beta is that of the narrowest place, weighted by the part of m that passes it. Source: Thakur et al. 2005. Wrong where
+    parts are uneven (halos: see `neighbour_time`) and where packets of many senders collide.
+    """
+    return (channel.ranks - 1) * channel.latency + size * channel.even
+
+
+def broadcast_time(channel: Channel, size: float) -> float:
+    """ceil(log2 p) (alpha + m beta), m bytes of the tensor. A binomial tree, one link for each sender.
+
+    Source: Thakur et al. 2005. Wrong for large m where the library cuts it into pieces (NCCL's ring: about m beta).
+    """
+    return math.ceil(math.log2(channel.ranks)) * (channel.latency + size * channel.border)
+
+
+def send_time(channel: Channel, size: float) -> float:
+    """alpha + m beta, m bytes of the message. Source: Hockney 1994. Wrong where a small message is buffered and the sender
+    goes on at once."""
+    return (channel.latency + size * channel.border) if channel.ranks > 1 else 0.0
+
+
+def neighbour_time(channel: Channel, size: float, *, neighbours: int) -> float:
+    """n alpha + m beta, m bytes of all that a rank gives to its n neighbours in the group: a halo.
+
+    At each border of a unit one rank of a group sends out and one takes in, so a group needs one link there. Both
+    directions flow at once. Source: ParaDL's halo term, 2 alpha + m beta, for any number of neighbours. Wrong where a halo
+    is wider than the neighbour's part and reaches further: those are more neighbours.
+    """
+    return neighbours * channel.latency + size * channel.border if channel.ranks > 1 else 0.0
+
+
+FORMULAS: dict[Collective, Callable[[Channel, float], float]] = {
+    "all_reduce": allreduce_time,
+    "all_gather": allgather_time,
+    "reduce_scatter": reducescatter_time,
+    "all_to_all": alltoall_time,
+    "broadcast": broadcast_time,
+    "send": send_time,
+}
