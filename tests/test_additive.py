@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph, Op, Ref, Size, TensorSpec
 from fourfold.graph.capture import capture, mean_square
+from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, lower
 from fourfold.plans.additive import MicroLoss, microbatched
 from fourfold.runtime.execute import Executor
@@ -126,6 +127,7 @@ CLASS_LOSSES: dict[str, Loss] = {
     "over the batch": lambda y, t: F.cross_entropy(y, t, reduction="sum") / y.shape[0],
     "two with factors": lambda y, t: 0.3 * F.cross_entropy(y, t) - y.square().mean() / 7 + 2 * y.abs().sum(),
     "plus a number": lambda y, t: 1.5 - F.cross_entropy(y, t) + 2,
+    "products summed": lambda y, t: torch.einsum("bc,bc->", y, y.tanh()) + (y.t() @ y.sin()).sum() / y.shape[0],
     "one twice": lambda y, t: (lambda loss: loss + 0.5 * loss)(F.cross_entropy(y, t)),
 }
 
@@ -258,6 +260,113 @@ def test_an_input_that_has_no_batch_dim_is_the_same_for_all() -> None:
     )
 
 
+def masked(y: Tensor, t: Tensor, mask: Tensor) -> Tensor:
+    return ((y - t).square().mean(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_sum_over_the_sum_of_a_mask_adds_up(whole: bool) -> None:
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 1])
+    micro = assert_adds_up(Classifier(), [rows(), torch.rand(BATCH, CLASSES), mask if whole else mask / 3], masked)
+    assert len(micro.counted) == 1
+    assert not micro.fixed
+
+
+def test_a_mean_over_the_mean_of_a_mask_adds_up() -> None:
+    def loss(y: Tensor, t: Tensor, mask: Tensor) -> Tensor:
+        return 3 * (y - t).square().mean(1).mul(mask).mean() / mask.mean() + y.mean()
+
+    assert_adds_up(Classifier(), [rows(), torch.rand(BATCH, CLASSES), torch.rand(BATCH)], loss)
+
+
+class Mixer(nn.Module):
+    """A linear layer, one function of its [B, 4, 6] result and the tables it may use."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear, self.table, self.slope = nn.Linear(3, 6), nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.rand(4))
+        self.function = function
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.function(self, self.linear(x), ids)
+
+
+def expanded_token(m: Mixer, h: Tensor, ids: Tensor) -> Tensor:
+    token = m.table[:1].expand(h.shape[0], -1, -1)
+    return torch.cat([token, h], 1) * torch.ones(h.shape[0], 1, 1)
+
+
+def own_row(m: Mixer, h: Tensor, ids: Tensor) -> Tensor:
+    return h[torch.arange(h.shape[0]), ids[:, 0] % 4]
+
+
+def windows(m: Mixer, h: Tensor, ids: Tensor) -> Tensor:
+    """The samples inside two other factors, and back."""
+    parts = h.view(-1, 2, 2, 6).transpose(1, 2).reshape(-1, 2, 6)
+    scores = (parts @ parts.transpose(1, 2)).softmax(-1)
+    return (scores @ parts).view(-1, 2, 2, 6).transpose(1, 2).reshape(-1, 24)
+
+
+def siamese(m: Mixer, h: Tensor, ids: Tensor) -> Tensor:
+    both = torch.cat([h, m.table[ids]]).tanh()
+    return both[: h.shape[0]] * both[h.shape[0] :].exp()
+
+
+def causal_queries(m: Mixer, h: Tensor, ids: Tensor) -> Tensor:
+    queries, table = h[:, 0][None, None], m.table[None, None]
+    return F.scaled_dot_product_attention(queries, table, table, is_causal=True)
+
+
+KEPT_APART: dict[str, Callable[..., Tensor]] = {
+    "softmax of features": lambda m, h, i: h.softmax(-1),
+    "attention": lambda m, h, i: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], is_causal=True),
+    "products within samples": lambda m, h, i: h @ h.transpose(1, 2),
+    "einsum": lambda m, h, i: torch.einsum("btc,bsc->bts", h, h),
+    "deviation of features": lambda m, h, i: (h - h.mean(1, keepdim=True)) / h.std(-1, keepdim=True),
+    "cumsum, flip, roll in time": lambda m, h, i: h.cumsum(1) + h.flip(1) * h.roll(1, 1),
+    "layer norm": lambda m, h, i: F.layer_norm(h, (6,)),
+    "instance norm": lambda m, h, i: F.instance_norm(h),
+    "look-up": lambda m, h, i: h * F.embedding(i, m.table)[:, :4],
+    "indexed table": lambda m, h, i: h * m.table[i],
+    "gathered": lambda m, h, i: h.gather(1, (i % 4)[..., None].expand(-1, -1, 6)),
+    "own row": own_row,
+    "expanded token": expanded_token,
+    "windows": windows,
+    "sequence first": lambda m, h, i: h.transpose(0, 1).reshape(-1, 6) @ m.table.t(),
+    "repeated": lambda m, h, i: h.repeat(2, 1, 1) * 2 + h.repeat(2, 3, 1)[:, :4],
+    "repeated table": lambda m, h, i: h.reshape(-1, 6)[:, :5] + m.table[:4, :5].repeat(h.shape[0], 1),
+    "convolution and pool": lambda m, h, i: F.max_pool1d(F.conv1d(h, m.table[:4, :4, None]), 2),
+    "pad and split": lambda m, h, i: torch.stack([*F.pad(h, (1, 1)).split(4, -1)], 1),
+    "where": lambda m, h, i: torch.where(i[..., None] > 2, h, m.slope[:, None]),
+    "two batches in one, sliced": siamese,
+}
+MIXED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "gathered over the batch": (lambda m, h, i: h.gather(0, i[..., None].expand(-1, -1, 6)), "gather"),
+    "indexed samples": (lambda m, h, i: h[i[:, 0]], "index"),
+    "einsum over two batches": (lambda m, h, i: torch.einsum("btc,atc->ab", h, h), "einsum"),
+    "covariance": (lambda m, h, i: h[:, 0].t() @ h[:, 0], "square"),
+    "attention over the batch": (lambda m, h, i: F.scaled_dot_product_attention(*[h.transpose(0, 1)[None]] * 3), "attention"),
+    "samples in causal order": (causal_queries, "attention"),
+    "softmax over the batch, last": (lambda m, h, i: h.permute(1, 2, 0).softmax(-1), "softmax"),
+    "a batch beside its pairs": (lambda m, h, i: torch.cat([h, h])[1::2], "slice"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_APART)
+def test_ops_that_keep_samples_apart_add_up(name: str) -> None:
+    ids = torch.randint(5, (BATCH, 4))
+    assert_adds_up(Mixer(KEPT_APART[name]), [torch.randn(BATCH, 4, 3), ids], inputs=2)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_ops_that_let_samples_meet_are_refused(name: str) -> None:
+    function, op = MIXED[name]
+    graph = capture(Mixer(function), (torch.randn(BATCH, 4, 3), torch.randint(5, (BATCH, 4))))
+    assert graph.batch is None
+    with pytest.raises(Infeasible, match=rf"{op}.*so the loss is not a sum over micro-batches; use 1 micro-batch"):
+        microbatched(graph, BATCH, 2)
+
+
 def test_one_micro_batch_changes_nothing() -> None:
     graph = graph_of("gpt2")
     micro = microbatched(graph, 4, 1)
@@ -274,6 +383,12 @@ def test_every_built_in_model_is_accepted(name: str) -> None:
     normed = any(op.target.startswith("aten.batch_norm") for op in graph.ops)
     assert [note for note in micro.notes if note.startswith("batch norm (")] == list(micro.notes[:normed])
     assert bool(micro.notes) == normed
+
+
+@pytest.mark.parametrize("name", ["vgg16-cifar", "cosmoflow", "gnmt", "gpt2"])
+def test_built_in_models_without_batch_norm_add_up(name: str) -> None:
+    module, inputs, targets, loss = MODELS[name](**SMALL[name])
+    assert_adds_up(module, [*inputs, *targets], loss, inputs=len(inputs))
 
 
 REFUSED: dict[str, tuple[Loss, str]] = {
@@ -316,8 +431,8 @@ def test_a_view_that_scrambles_samples_is_refused() -> None:
     def seen_as(name: str) -> Graph:
         chain = [("flat", "view", "x"), (name, "view", "flat"), ("loss", "mean", name)]
         ops = tuple(
-            Op(name=made, target=f"aten.{kind}.default", args=(Ref(read), *((shapes[made],) if kind == "view" else ())), kwargs={},
-               results=(made,), module="")
+            Op(name=made, target=f"aten.{kind}.default", args=(Ref(read), *((shapes[made],) if kind == "view" else ())),
+               kwargs={}, results=(made,), module="")
             for made, kind, read in chain
         )  # fmt: skip
         return Graph(values=values, inputs=("x",), targets=(), parameters=(), constants=(), ops=ops, loss="loss", outputs=())

@@ -10,7 +10,7 @@ gradients, add up to those of the batch. `samples` sees to it that below the ter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fourfold.graph import Graph, Op, Ref, TensorSpec
 from fourfold.graph.spec import mapped, substituted
 from fourfold.ops.loss import MEAN, SUM
 from fourfold.ops.nest import Nest, nest_of
+from fourfold.plans.counts import Counts, used
 from fourfold.plans.samples import Mixed, Samples, Spread, ancestors, kind_of
 
 _ADDITIVE = ("add", "sub", "rsub", "neg", "clone", "alias", "contiguous", "detach", "to", "_to_copy", "view", "reshape", "cat",
@@ -76,7 +77,8 @@ class _Tail:
         self.numbers: dict[str, str] = {}
         self.fixed: dict[str, float] = {}
         self.counted: dict[str, str] = {}
-        self.count_ops: list[Op] = []
+        self.emitted: list[Op] = []
+        self.counts = Counts(graph)
         self.at = {op.name: op for op in self.concrete.ops}
         self.probed = {op.name: op for op in self.samples.probe.ops}
         self.kept = self._kept()
@@ -145,6 +147,8 @@ class _Tail:
         """A product or quotient: the one factor that is a sum over the batch gives its share."""
         numbers = {n: self._number(n) for n in op.operands}
         sums = [n for n in op.operands if numbers[n] is None]
+        if kind_of(op) == "div" and len(sums) == 2:
+            return self._divided(op, *op.operands)
         first = op.args[0].name if isinstance(op.args[0], Ref) else ""
         if len(sums) != 1 or (kind_of(op) == "div" and first != sums[0]):
             raise self._not_linear(op)
@@ -182,34 +186,21 @@ class _Tail:
         return self._scaled(op, total, self._count(op, nest))
 
     def _count(self, op: Op, nest: Nest) -> str:
-        """What a class-index loss divides by: its valid targets, or their classes' weights."""
-        target, *weight = op.operands[1:]
-        self._check_known(op, op.operands[1:])
-        shape, base = self.values[target].shape, f"{op.name}_count"
-        valid = self._counter(op, f"{base}_valid", "aten.ne.Scalar", (Ref(target), nest.detail["ignore"]), shape, "bool")
-        if not weight:
-            return self._counter(op, base, "aten.sum.default", (Ref(valid),), (), "int64")
-        dtype = self.values[weight[0]].dtype
-        safe = self._counter(op, f"{base}_safe", "aten.where.ScalarOther", (Ref(valid), Ref(target), 0), shape, "int64")
-        each = self._counter(op, f"{base}_each", "aten.index.Tensor", (Ref(weight[0]), (Ref(safe),)), shape, dtype)
-        counts = self._counter(op, f"{base}_used", "aten.mul.Tensor", (Ref(each), Ref(valid)), shape, dtype)
-        return self._counter(op, base, "aten.sum.default", (Ref(counts),), (), dtype)
-
-    def _check_known(self, op: Op, names: Iterable[str]) -> None:
-        """A denominator must be known before the first micro-batch runs: from the data, not from the network's answer."""
-        upstream = ancestors(self.graph, names)
-        made = {n for o in self.graph.ops if o.random for n in o.results}
-        if upstream & ({p.name for p in self.graph.parameters if p.trainable} | made):
+        if not self.counts.known(op.operands[1:]):
             raise _refused(f"{op.path} divides by a number of targets that the network itself decides")
+        return self.counts.of_targets(op, nest)
 
-    def _counter(self, op: Op, name: str, target: str, args: tuple[Any, ...], shape: tuple[Any, ...], dtype: str) -> str:
-        name = self._fresh(name)
-        self.values[name] = TensorSpec(shape, dtype)
-        pointwise = target.split(".")[1] in ("ne", "where", "mul")
-        self.count_ops.append(
-            Op(name=name, target=target, args=args, kwargs={}, results=(name,), module=op.module, pointwise=pointwise)
-        )
-        return name
+    def _divided(self, op: Op, above: str, below: str) -> str:
+        """A sum over the batch divided by another that follows from the data alone: the sum of a mask, say."""
+        if not self.counts.known([below]):
+            raise self._not_linear(op)
+        inner = _Tail(self.graph, self.batch, self.microbatches)
+        inner.values, inner.kept = self.values, set(self.graph.values)
+        count = inner.share(below)
+        if inner.counted:
+            raise self._not_linear(op)
+        self.counts.add(inner.emitted, self.values, inner.fixed)
+        return self._scaled(op, self.share(above), count)
 
     def _emit(self, op: Op, instead: Op) -> str:
         """Put an op where another stood, under its name unless the other stays too; the name of its result."""
@@ -217,8 +208,12 @@ class _Tail:
             name = self._fresh(f"{op.name}_share")
             self.values[name] = self.values[op.results[0]]
             instead = replace(instead, name=name, results=(name,))
-        self.new.setdefault(op.name, []).append(instead)
+        self._put(op.name, instead)
         return instead.results[0]
+
+    def _put(self, at: str, op: Op) -> None:
+        self.new.setdefault(at, []).append(op)
+        self.emitted.append(op)
 
     def _scaled(self, op: Op, value: str, scale: float | str) -> str:
         """The value times a scale that is fed: a number, or one over a count."""
@@ -243,7 +238,7 @@ class _Tail:
         self.values[scale], self.values[result] = TensorSpec((), spec.dtype), spec
         product = Op(name=result, target="aten.mul.Tensor", args=(Ref(value), Ref(scale)), kwargs={}, results=(result,),
                      module=module, pointwise=True)  # fmt: skip
-        self.new.setdefault(at, []).append(product)
+        self._put(at, product)
         return scale
 
     def _fresh(self, name: str) -> str:
@@ -261,35 +256,22 @@ class _Tail:
         writes = [value for _, value in self.graph.writes]
         graph = replace(
             self.graph,
-            values={n: spec for n, spec in self.values.items() if n not in {r for op in self.count_ops for r in op.results}},
+            values=self.values,
             targets=(*self.graph.targets, *scales),
-            ops=_used(ops, [loss, *self.outputs, *writes]),
+            ops=used(ops, [loss, *self.outputs, *writes]),
             loss=loss,
             outputs=self.outputs,
         )
         dropped = [n for n in self.graph.outputs if n not in self.outputs]
         if dropped:
             notes = (*notes, f"outputs that the loss is made of are not given under micro-batches: {', '.join(dropped)}")
-        return MicroLoss(graph=graph, scales=scales, fixed=self.fixed, counts=self._counts(), counted=self.counted, notes=notes)
-
-    def _counts(self) -> Graph | None:
-        """The denominators alone, from as few inputs as they need."""
-        if not self.counted:
-            return None
-        outputs = tuple(dict.fromkeys(self.counted.values()))
-        ops = _used([*self.graph.ops, *self.count_ops], outputs)
-        read = {n for op in ops for n in (*op.operands, *op.results)}
-        return replace(
-            self.graph,
-            values={n: spec for n, spec in self.values.items() if n in read},
-            inputs=tuple(n for n in self.graph.inputs if n in read),
-            targets=tuple(n for n in self.graph.targets if n in read),
-            parameters=tuple(p for p in self.graph.parameters if p.name in read),
-            constants=tuple(c for c in self.graph.constants if c.name in read),
-            ops=ops,
-            loss="",
-            outputs=outputs,
-            writes=(),
+        return MicroLoss(
+            graph=graph,
+            scales=scales,
+            fixed=self.fixed,
+            counts=self.counts.finished(self.counted.values()),
+            counted=self.counted,
+            notes=notes,
         )
 
 
@@ -303,16 +285,6 @@ def _summed(op: Op, position: int) -> Op:
 def _renamed(literal: Any, names: Mapping[str, str | None]) -> Any:
     """A literal with its references renamed."""
     return mapped(literal, lambda leaf: Ref(names.get(leaf.name) or leaf.name) if isinstance(leaf, Ref) else leaf)
-
-
-def _used(ops: Iterable[Op], wanted: Iterable[str]) -> tuple[Op, ...]:
-    """The ops that the wanted values are made by, in order."""
-    needed, kept = set(wanted), []
-    for op in reversed(list(ops)):
-        if needed & set(op.results):
-            needed.update(op.operands)
-            kept.append(op)
-    return tuple(reversed(kept))
 
 
 def _norm_notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:

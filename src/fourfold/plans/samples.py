@@ -42,6 +42,7 @@ _SHAPED = ("view", "reshape", "_unsafe_view", "expand", "broadcast_to", "zeros",
 """Ops whose plain numbers are sizes."""
 _UNIFORM = ("full", "zeros", "ones", "empty", "rand", "randn", "expand", "broadcast_to", "repeat")
 """Ops that make rows for every sample from none, all alike (or drawn alike)."""
+_PIECES = ("cat", "concat", "slice")
 _SAME_VALUES = ("view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias", "clone", "contiguous", "detach")
 
 
@@ -85,8 +86,8 @@ class Samples:
     def _visit(self, op: Op, at_probe: Op) -> None:
         given = [self.states[name] for name in op.operands]
         mixed = next((state for state in given if isinstance(state, Mixed)), None)
-        found: State | tuple[Loop, int] = mixed
-        if mixed is None:
+        found: State | tuple[Loop, int] = mixed or self._piecewise(op, at_probe)
+        if found is None:
             found = self._fresh(op) if all(state is None for state in given) else self.loop(op, at_probe)
         states = self._through(op, at_probe, *found) if isinstance(found, tuple) else [found] * len(op.results)
         self.states.update(zip(op.results, states, strict=True))
@@ -110,6 +111,17 @@ class Samples:
                 return Spread(dim=dim, inner=1, counting=True)
         return Mixed(f"{op.path} depends on the place of a sample in the batch")
 
+    def _piecewise(self, op: Op, at_probe: Op) -> Spread | None:
+        """Whole batches put one after another, or such taken apart again: samples inside stay where they were."""
+        given = {self.states[name] for name in op.operands}
+        state = next(iter(given), None)
+        if kind_of(op) not in _PIECES or len(given) > 1 or not isinstance(state, Spread) or state.counting:
+            return None
+        starts = [_start(term) for term in nest_of(at_probe, self.probe).operands[0][state.dim] if isinstance(term, Window)]
+        sizes = [self.probe.values[name].shape[state.dim] for name in (*op.operands, *op.results)]
+        whole = all(n is not None and n % (state.inner * self.batch) == 0 for n in (*starts, *sizes))
+        return state if whole else None
+
     def loop(self, op: Op, at_probe: Op) -> tuple[Loop, int] | Mixed:
         """The loop of an op that holds the samples, and how many of its steps lie from one sample to the next."""
         if _batch_numbers(op):
@@ -127,6 +139,8 @@ class Samples:
         one = found.pop()
         if found or one is None:
             return Mixed(f"{op.path} mixes samples")
+        if nest.detail.get("causal") and one[0] == "t":
+            return Mixed(f"{op.path} depends on the place of a sample in the batch")
         return nest.loop(one[0]), one[1]
 
     def _counts_along(self, op: Op, state: Spread, nest: Nest) -> bool:
@@ -192,6 +206,11 @@ def _size(term: Term, nest: Nest) -> int | None:
     if isinstance(term, Concat):
         return None
     return term if isinstance(term, int) else nest.loop(term).size
+
+
+def _start(window: Window) -> int | None:
+    """The first row of a slice; None for other windows."""
+    return window.need.start if isinstance(window.need, Shift) else None
 
 
 def _batch_numbers(op: Op) -> bool:
