@@ -8,7 +8,7 @@ a table of positions is computed only where its rows are used. A value asked for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.errors import Infeasible, InvalidInput
@@ -31,18 +31,36 @@ def lower(graph: Graph, plan: Plan, chooser: Chooser | None = None, *, like: Pro
     `like`: a program of the same model in another mode, whose stored tensors this one shall share.
     """
     plan.check(graph, strict=like is None)
-    concrete = graph.at(plan.batch)
-    lowering = _Lowering(graph, concrete, plan, chooser)
-    constants = {c.name for c in concrete.constants}
+    return lower_part(graph, plan, chooser, like=like)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a stage of a pipeline knows of the others: how tensors come in, which go out, and which have a gradient."""
+
+    given: Mapping[str, Layout] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
+    live: frozenset[str] | None = None
+
+
+def lower_part(
+    graph: Graph, plan: Plan, chooser: Chooser | None = None, *, like: Program | None = None, around: Surroundings | None = None
+) -> Program:
+    """The program of a whole graph, or of one stage's part of it."""
+    lowering = _Lowering(graph, graph.at(plan.batch), plan, chooser, around or Surroundings())
+    constants = {c.name for c in graph.constants}
     for name in (lowering.leaves - constants) & set(like.stored if like is not None else ()):
         assert like is not None
-        lowering.adopt(name, like.stored[name])
+        if like.stored[name].shape == lowering.graph.values[name].shape:
+            lowering.adopt(name, like.stored[name])
     return lowering.run()
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, concrete: Graph, plan: Plan, chooser: Chooser | None) -> None:
-        self.symbolic, self.graph, self.plan, self.chooser = graph, concrete, plan, chooser
+    def __init__(
+        self, graph: Graph, concrete: Graph, plan: Plan, chooser: Chooser | None, around: Surroundings
+    ) -> None:
+        self.symbolic, self.graph, self.plan, self.chooser, self.around = graph, concrete, plan, chooser, around
         self.mesh = plan.mesh
         self.examples: tuple[int, ...] | None = None  # inside a pass: its rows of the whole batch
         self.layouts: dict[str, Layout] = {}
@@ -96,7 +114,7 @@ class _Lowering:
             layout = Layout(tuple(dims))
             if layout.sharded:
                 self._store(name, layout)
-        for name, layout in self.adopted.items():
+        for name, layout in {**self.adopted, **self.around.given}.items():
             self._store(name, layout)
 
     def adopt(self, name: str, layout: Layout) -> None:
@@ -225,16 +243,18 @@ class _Lowering:
 
     def _has_gradient(self, name: str) -> bool:
         stored = self.parameters[name].trainable if name in self.parameters else name not in self.leaves
-        return stored and self.graph.values[name].is_float
+        entered = self.around.live is not None and name in self.around.live and name in self.around.given
+        return (stored or entered) and self.graph.values[name].is_float
 
     def _results(self) -> dict[str, str]:
         """Slots of loss, outputs and written buffers; free ones are placed now."""
         none = Nest(loops=(), operands=(), results=())
         slots: dict[str, str] = {}
-        for name in (self.graph.loss, *self.graph.outputs):
+        for name in (*filter(None, [self.graph.loss]), *self.graph.outputs):
             if name in self.free:
                 self._demand(name, Layout.same(self.graph.values[name].shape), none)
-            slots[name] = name
+            whole = Layout(self.layouts[name].dims)  # what leaves a stage is no partial sum
+            slots[name] = self._demand(name, whole, none) if name in self.around.sent else name
         for buffer, value in self.graph.writes:
             if buffer in self.free:
                 self._store(buffer, Layout.same(self.graph.values[buffer].shape))
@@ -248,7 +268,7 @@ class _Lowering:
         """Leave the gradient sums of parameters to the buckets, where every use of a parameter asks for the same ones."""
         self.reductions: dict[str, tuple[str, ...]] = {}
         aliases: dict[str, str] = {}
-        live = _reached(self.graph)
+        live = reached(self.graph) if self.around.live is None else self.around.live
         uses: dict[str, dict[Layout, str]] = {}
         for (value, need), slot in self.forms.items():
             uses.setdefault(value, {})[need] = slot
@@ -317,7 +337,7 @@ class _Lowering:
         counts = [len(s.parts(region.count)[k]) for s in own.sets]
         total = sum(counts)
         renumbered = Own(own.axes, own.extents, _consecutive(counts))
-        sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser)
+        sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser, self.around)
         sub.examples = tuple(i for s in own.sets for i in s.parts(region.count)[k])
         layout = self.layouts[entry]
         dims = tuple(renumbered if d == dim else o for d, o in enumerate(layout.dims))
@@ -355,9 +375,9 @@ def _consecutive(counts: list[int]) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def _reached(graph: Graph) -> set[str]:
+def reached(graph: Graph) -> set[str]:
     """The values a gradient of the loss comes to."""
-    live = {graph.loss}
+    live = {graph.loss} - {""}
     for op in reversed(graph.ops):
         if live & set(op.results) and not op.target.startswith("aten.detach"):
             live.update(name for name in op.operands if graph.values[name].is_float)

@@ -178,7 +178,7 @@ class Plan:
                 raise InvalidInput(f"{what} at '{path}', which is no op{nearest(path, paths)}; `fourfold inspect` lists them")
         begins = [paths.index(s.first) for s in self.stages[1:] if s.first in paths]
         if strict and any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
-            raise InvalidInput(f"the stages begin at ops {[0, *begins]}, which are not in order; each must begin after the last")
+            raise InvalidInput(f"the stages begin at ops {[0, *begins]}; each must begin after the one before")
         for run in self.passes:
             if run.first not in paths:
                 raise InvalidInput(f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; "

@@ -1,7 +1,8 @@
 """A program bound to one rank: every step a function of local tensors, run in the program's order.
 
 Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same
-on every rank.
+on every rank. A stage has one program per size of micro-batch, all on the same stored tensors. Buffers that forward
+writes are kept aside until the step is over, so that every micro-batch's backward finds what its forward read.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ FullTensor = Callable[[str, Layout], Tensor]
 
 
 class Executor:
-    """One rank's state and the bound steps."""
+    """One rank's state and the bound steps, of one program or of several by their batch sizes."""
 
     def __init__(
         self,
-        program: Program,
+        program: Program | Mapping[int, Program],
         world: World,
         load: FullTensor,
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
         randomness: Randomness | None = None,
     ) -> None:
-        self.program, self.world = program, world
+        self.programs = {0: program} if isinstance(program, Program) else dict(program)
+        self.program, self.world = next(iter(self.programs.values())), world
+        program = self.program
         self.local = Local(world, randomness or Randomness(), dict(dtypes or {}))
         graph = program.graph
         self.state: dict[str, Tensor] = {}
@@ -61,9 +64,12 @@ class Executor:
         self.shared = SharedSums(trainable, program.reductions, world)
         rest = {name: axes for name, axes in program.reductions.items() if name not in self.shared.names}
         self.gradients = Gradients(trainable, rest, world)
-        self._steps = _with_frees(program, [self._bound(step) for step in _reusing(program)])
-        loss = program.layouts[graph.loss]
-        self._loss_axes = world.mesh.ordered(a for a in loss.partial if world.mesh.extent(a) > 1)
+        self._steps = {
+            size: _with_frees(known, [self._bound(step) for step in _reusing(known)]) for size, known in self.programs.items()
+        }
+        self.written: dict[str, Tensor] = {}
+        partial = program.layouts[graph.loss].partial if graph.loss else frozenset()
+        self._loss_axes = world.mesh.ordered(a for a in partial if world.mesh.extent(a) > 1)
         if self._loss_axes:
             world.group(self._loss_axes)  # made now, by all ranks
 
@@ -113,40 +119,56 @@ class Executor:
 
         return run
 
-    def forward(self, feeds: Mapping[str, Tensor]) -> Env:
+    def forward(self, feeds: Mapping[str, Tensor], size: int = 0) -> Env:
         """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
-        env: Env = {**self.state, **self.constants, **feeds}
-        for run, frees in self._steps:
+        env: Env = {**self.state, **self.written, **self.constants, **feeds}
+        for run, frees in self._steps[size]:
             run(env)
             for slot in frees:
                 del env[slot]
-        out = {name: env[slot] for name, slot in self.program.slots.items()}
-        with torch.no_grad():
-            for buffer, _ in self.program.graph.writes:
-                self.state[buffer].copy_(out[buffer])
+        program = self.programs[size]
+        out = {name: env[slot] for name, slot in program.slots.items()}
+        self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
         return out
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        for tensor in self.state.values():
+            tensor.grad = None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Put what forward wrote into the buffers."""
+        for buffer, value in self.written.items():
+            self.state[buffer].copy_(value)
+        self.written.clear()
+
+    def finish(self) -> None:
+        """Complete the gradients and the buffers of a step."""
+        self.gradients.finish()
+        self.shared.finish()
+        self.settle()
 
     def forward_backward(self, feeds: Mapping[str, Tensor]) -> tuple[Tensor, Env]:
         """One forward and backward; gradients are complete when it returns. The loss is the global one."""
-        for tensor in self.state.values():
-            tensor.grad = None
-        out = self.forward(feeds)
+        self.begin()
+        out = self.forward(feeds, next(iter(self.programs)))
         loss = out[self.program.graph.loss]
         if loss.requires_grad:
             loss.backward()
-        self.gradients.finish()
-        self.shared.finish()
+        self.finish()
         return self.total(loss.detach()), out
 
     def total(self, loss: Tensor) -> Tensor:
         """The global loss from this rank's share."""
         return self.world.summed(loss, self._loss_axes) if self._loss_axes else loss
 
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
+    def cut(self, name: str, tensor: Tensor, size: int | None = None) -> Tensor:
         """This rank's part of a whole input, target or parameter; a tensor of the local shape is taken as the part itself."""
-        layout = self.program.stored[name]
-        shape, part = self.program.graph.values[name].shape, self.local.shape(layout)
-        dtype = self.local.dtype(self.program.graph.values[name].dtype)
+        program = self.program if size is None else self.programs[size]
+        layout, spec = program.stored[name], program.graph.values[name]
+        shape, part = spec.shape, self.local.shape(layout)
+        dtype = self.local.dtype(spec.dtype)
         tensor = tensor.to(self.world.device)
         tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
         if tuple(tensor.shape) == tuple(shape):

@@ -36,6 +36,7 @@ class Gradients:
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
         self.works: list[Any] = []
         self.launched = 0
+        self.last = True  # whether the backward now running is the last to add to the gradients
         for name in self.home:
             parameters[name].register_post_accumulate_grad_hook(self._ready(name))
 
@@ -43,6 +44,8 @@ class Gradients:
         bucket = self.buckets[self.home[name]]
 
         def hook(_: Tensor) -> None:
+            if not self.last:
+                return
             bucket.waiting -= 1
             while self.launched < len(self.buckets) and self.buckets[self.launched].waiting <= 0:
                 self._launch(self.buckets[self.launched])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -23,10 +24,17 @@ TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("FOURFOLD_TIMEOUT", "3
 
 
 class World:
-    """This rank on a mesh. Groups are made once, in the same order on every rank."""
+    """This rank on a mesh. Groups are made once, in the same order on every rank.
 
-    def __init__(self, mesh: Mesh, *, rank: int, device: torch.device, wanted: Iterable[tuple[str, ...]] = ()) -> None:
+    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them.
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, rank: int, device: torch.device, wanted: Iterable[tuple[str, ...]] = (),
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.mesh, self.rank, self.device = mesh, rank, device
+        self.ranks = ranks or tuple(range(mesh.size))
         self.coords = mesh.coords(rank)
         self._boards: dict[tuple[str, ...], Board | None] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
@@ -53,15 +61,9 @@ class World:
     def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
         key = (purpose, axes)
         if key not in self._groups:
-            seen: set[tuple[int, ...]] = set()
-            for rank in range(self.mesh.size):
-                ranks = self.mesh.group(rank, axes)
-                if ranks in seen:
-                    continue
-                seen.add(ranks)
-                group = dist.new_group(list(ranks), timeout=TIMEOUT)
-                if self.rank in ranks:
-                    self._groups[key] = group
+            group = _made(self.mesh, self.ranks, axes)[self.rank]
+            assert group is not None
+            self._groups[key] = group
         return self._groups[key]
 
     def group(self, axes: tuple[str, ...], purpose: str = "inline") -> dist.ProcessGroup:
@@ -104,6 +106,25 @@ class World:
             self._boards[axes] = Board.open(self.group(axes), TIMEOUT.total_seconds())
         return self._boards[axes]
 
+    @staticmethod
+    def of_stage(mesh: Mesh, ranks: tuple[int, ...], device: torch.device) -> World | None:
+        """This process on the ranks of a stage, None if it is not one of them; all processes must call.
+
+        Its groups are made now, all there can be, because later only its own ranks would be there to make them.
+        """
+        if len(ranks) == 1 and not dist.is_initialized():
+            return World(mesh, rank=0, device=device)
+        key = (id(dist.group.WORLD), mesh, ranks, device)
+        if key not in _stages:
+            me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
+            world = World(mesh, rank=me, device=device, ranks=ranks) if me is not None else None
+            for purpose, axes in itertools.product(("inline", "gradients"), _subsets(mesh)):
+                groups = _made(mesh, ranks, axes)
+                if world is not None and me is not None:
+                    world._groups[purpose, axes] = groups[me]
+            _stages[key] = world
+        return _stages[key]
+
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return self.mesh.group(self.rank, axes)
 
@@ -112,3 +133,23 @@ class World:
         for axis in axes:
             size *= self.mesh.extent(axis)
         return size
+
+
+_stages: dict[tuple[Any, ...], World | None] = {}  # every process group costs threads, so stages on the same ranks share theirs
+
+
+def _made(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> list[Any]:
+    """For each member of a mesh, its group of ranks along the axes; all processes must call."""
+    made: dict[tuple[int, ...], Any] = {}
+    for k in range(mesh.size):
+        members = mesh.group(k, axes)
+        if members not in made:
+            made[members] = dist.new_group([ranks[m] for m in members], timeout=TIMEOUT)
+    return [made[mesh.group(k, axes)] for k in range(mesh.size)]
+
+
+def _subsets(mesh: Mesh) -> list[tuple[str, ...]]:
+    """Every choice of axes that joins more than one rank."""
+    sizes = range(1, len(mesh.names) + 1)
+    found = [axes for size in sizes for axes in itertools.combinations(mesh.names, size)]
+    return [axes for axes in found if any(mesh.extent(axis) > 1 for axis in axes)]

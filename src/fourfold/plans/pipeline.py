@@ -1,0 +1,261 @@
+"""A plan lowered for all its stages: their programs, what travels between them, and each rank's list of actions in order.
+
+This is the value the oracle replays and the runtime executes. A plan without stages is a pipeline of one stage and, unless
+it says otherwise, one micro-batch: then the list is a forward, a backward and the gradient sums.
+
+Actions read as in `schedule`: ``1F0`` and ``1B0`` compute; ``1<0F0`` is stage 1 receiving from stage 0 what its forward of
+micro-batch 0 reads, ``0>1F0`` the sending of it; ``0<1B0`` and ``1>0B0`` are the gradients on their way back; ``0G`` sums the
+gradients of stage 0 over its ranks, ``T`` adds up those of tied parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from fourfold.errors import Infeasible, InvalidInput
+from fourfold.graph import Graph
+from fourfold.plans.additive import MicroLoss, microbatched
+from fourfold.plans.layout import Layout
+from fourfold.plans.lower import Surroundings, lower_part
+from fourfold.plans.mesh import Mesh
+from fourfold.plans.plan import Plan, Stage
+from fourfold.plans.program import Compute, Program
+from fourfold.plans.schedule import ASYNCHRONOUS, Action
+from fourfold.plans.stages import Crossing, Cut, cut
+
+BLOCKING = ("1f1b-sno",)
+"""Schedules whose receiver stands still while a tensor arrives; under the others receives are posted a turn ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One entry of a rank's list."""
+
+    kind: Literal["F", "B", "receive", "send", "reduce", "tie"]
+    stage: int = 0
+    microbatch: int = 0
+    peer: int = 0  # of receive and send: the other stage
+    way: Literal["F", "B"] = "F"  # of receive and send: values of a forward or gradients of a backward
+
+    def __str__(self) -> str:
+        if self.kind == "tie":
+            return "T"
+        if self.kind == "reduce":
+            return f"{self.stage}G"
+        if self.kind in ("F", "B"):
+            return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{'<' if self.kind == 'receive' else '>'}{self.peer}{self.way}{self.microbatch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One stage: its graph and its programs, by the number of examples in a micro-batch."""
+
+    index: int
+    stage: Stage
+    graph: Graph
+    programs: Mapping[int, Program]
+
+    @property
+    def program(self) -> Program:
+        """That of the first, largest micro-batch."""
+        return next(iter(self.programs.values()))
+
+    def slot_layout(self, value: str, size: int) -> Layout:
+        """How a tensor that leaves or enters the stage lies on its ranks: divided or the same, never a partial sum."""
+        program = self.programs[size]
+        found = program.stored.get(value) or program.layouts[value]
+        return Layout(found.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The lowered plan."""
+
+    plan: Plan
+    graph: Graph
+    loss: MicroLoss
+    parts: tuple[Part, ...]
+    cut: Cut
+    counts: Mapping[int, Mapping[int, Program]]  # by stage and micro-batch size: what the loss divides by, where it is needed
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        return self.cut.crossings
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that share a list of actions."""
+        return tuple(dict.fromkeys(part.stage.ranks for part in self.parts))
+
+    def tasks(self, rank: int) -> tuple[Task, ...]:
+        """What a rank does, in order."""
+        place = next(k for k, ranks in enumerate(self.places) if rank in ranks)
+        row = self.plan.timetable.rows[place]
+        posts = _posted(row, self.plan.schedule not in BLOCKING)
+        out: list[Task] = []
+        for action, received in zip(row, posts, strict=True):
+            out += [task for a in received for task in self._receives(a)]
+            out.append(Task(kind="F" if action.kind == "F" else "B", stage=action.stage, microbatch=action.microbatch))
+            out += self._sends(action)
+        out += [Task(kind="reduce", stage=part.index) for part in self.parts if rank in part.stage.ranks]
+        return (*out, Task(kind="tie")) if self.cut.tied else tuple(out)
+
+    def _receives(self, action: Action) -> list[Task]:
+        if action.kind == "F":
+            peers = dict.fromkeys(c.source for c in self.crossings if c.target == action.stage)
+        else:
+            peers = dict.fromkeys(c.target for c in self.crossings if c.source == action.stage and c.gradient)
+        return [_transfer("receive", action, peer) for peer in peers]
+
+    def _sends(self, action: Action) -> list[Task]:
+        if action.kind == "F":
+            peers = dict.fromkeys(c.target for c in self.crossings if c.source == action.stage)
+        else:
+            peers = dict.fromkeys(c.source for c in self.crossings if c.target == action.stage and c.gradient)
+        return [_transfer("send", action, peer) for peer in peers]
+
+    def between(self, source: int, target: int, way: str) -> tuple[Crossing, ...]:
+        """The tensors one stage sends another, as values or, backward, as gradients."""
+        if way == "F":
+            return tuple(c for c in self.crossings if (c.source, c.target) == (source, target))
+        return tuple(c for c in self.crossings if (c.target, c.source) == (source, target) and c.gradient)
+
+    def computes(self) -> list[Compute]:
+        return [compute for part in self.parts for compute in part.program.computes()]
+
+    @property
+    def split_flops_fraction(self) -> float:
+        """FLOPs of ops that run split along every axis of their stage's mesh, as a fraction of all."""
+        total = sum(c.nest.flops for c in self.computes())
+        split = sum(part.program.split_flops_fraction * _flops(part.program) for part in self.parts)
+        return split / total if total else 1.0
+
+
+def _flops(program: Program) -> int:
+    return sum(c.nest.flops for c in program.computes())
+
+
+def _transfer(kind: Literal["send", "receive"], action: Action, peer: int) -> Task:
+    way: Literal["F", "B"] = "F" if action.kind == "F" else "B"
+    return Task(kind=kind, stage=action.stage, microbatch=action.microbatch, peer=peer, way=way)
+
+
+def _posted(row: tuple[Action, ...], ahead: bool) -> list[list[Action]]:
+    """For each action, whose receives are posted before it: its own or, a turn ahead, those of the next of its kind too."""
+    out: list[list[Action]] = [[] for _ in row]
+    for kind in ("F", "B"):
+        turns = [i for i, action in enumerate(row) if action.kind == kind]
+        for turn, i in enumerate(turns):
+            out[turns[max(turn - 1, 0)] if ahead else i].append(row[i])
+    return out
+
+
+def pipeline(graph: Graph, plan: Plan) -> Pipeline:
+    """Lower a plan for all its stages and micro-batches."""
+    plan.check(graph)
+    return lowered(graph, plan)
+
+
+def lowered(graph: Graph, plan: Plan, *, like: Pipeline | None = None) -> Pipeline:
+    """As `pipeline`; with `like`, the same model in another mode, which shall share the tensors that one stores."""
+    loss = microbatched(graph, plan.batch, plan.microbatches) if like is None else MicroLoss(graph=graph, fixed={}, counted={})
+    whole = loss.graph
+    firsts = [stage.first for stage in plan.parts] if like is None else _firsts(whole, like)
+    made = cut(whole, firsts)
+    _check_segments(plan, made)
+    lowering = _Stages(whole, plan, made)
+    parts = tuple(
+        lowering.part(k, stage, like.parts[k].program if like is not None else None) for k, stage in enumerate(plan.parts)
+    )
+    counts = {part.index: _counts(loss.counts, plan, part) for part in parts if set(loss.counted) & set(part.graph.targets)}
+    return Pipeline(plan=plan, graph=graph, loss=loss, parts=parts, cut=made, counts=counts)
+
+
+def _counts(graph: Graph | None, plan: Plan, part: Part) -> dict[int, Program]:
+    """The program that counts what the loss divides by, on the inputs as the stage has them."""
+    assert graph is not None
+    out = {}
+    for size, program in part.programs.items():
+        given = {n: program.stored[n] for n in (*graph.inputs, *graph.targets) if n in program.stored}
+        within = replace(plan.within(part.stage, size), passes=(), recompute=(), zero=0)
+        out[size] = lower_part(graph, within, around=Surroundings(given=given))
+    return out
+
+
+def _firsts(graph: Graph, like: Pipeline) -> list[str]:
+    """Where the stages of a model begin in another mode: at the first op it has in common with each."""
+    paths = [op.path for op in graph.ops]
+    out = [""]
+    for part in like.parts[1:]:
+        known = [op.path for op in part.graph.ops]
+        first = min((paths.index(path) for path in known if path in set(paths)), default=None)
+        if first is None:
+            raise Infeasible(f"no op of stage {part.index} (from {known[0]}) is left in evaluation; cut the model elsewhere")
+        out.append(paths[first])
+    return out
+
+
+class _Stages:
+    """Lowers stages. How a crossing tensor enters a stage is how it would lie there if its mesh ran the whole graph."""
+
+    def __init__(self, graph: Graph, plan: Plan, made: Cut) -> None:
+        self.graph, self.plan, self.made = graph, plan, made
+        self._whole: dict[tuple[Mesh, int], Program] = {}
+
+    def part(self, index: int, stage: Stage, like: Program | None) -> Part:
+        programs: dict[int, Program] = {}
+        for size in dict.fromkeys(self.plan.sizes):
+            programs[size] = self._program(index, stage, size, like)
+            like = programs[size]
+        return Part(index=index, stage=stage, graph=self.made.graphs[index], programs=programs)
+
+    def _program(self, index: int, stage: Stage, size: int, like: Program | None) -> Program:
+        plan, graph = self.plan.within(stage, size), self.made.graphs[index]
+        if len(self.made.graphs) == 1:
+            return lower_part(graph, plan, like=like)
+        whole = self._lowered(stage, size, plan)
+        given = {name: _entry(whole, name) for name in (*graph.inputs, *graph.targets)}
+        crossing = {c.value for c in self.made.crossings if c.target == index}
+        around = Surroundings(
+            given={name: layout for name, layout in given.items() if name in crossing or layout.sharded},
+            sent=frozenset(c.value for c in self.made.crossings if c.source == index),
+            live=self.made.live,
+        )
+        inside = {op.path for op in graph.ops}
+        passes = tuple(p for p in plan.passes if p.first in inside)
+        return lower_part(graph, replace(plan, inputs={}, passes=passes), like=like, around=around)
+
+    def _lowered(self, stage: Stage, size: int, plan: Plan) -> Program:
+        key = (stage.mesh, size)
+        if key not in self._whole:
+            self._whole[key] = lower_part(self.graph, plan)
+        return self._whole[key]
+
+
+def _entry(whole: Program, name: str) -> Layout:
+    layout = whole.stored.get(name) or whole.layouts.get(name)
+    return layout.kept(whole.mesh) if layout is not None else Layout.same(whole.graph.values[name].shape)
+
+
+def _check_segments(plan: Plan, made: Cut) -> None:
+    """Refuse recomputation of a run of ops that is in no stage or in two."""
+    for segment in plan.recompute:
+        at = [[op.path for op in graph.ops] for graph in made.graphs]
+        homes = [k for k, paths in enumerate(at) if segment.first in paths]
+        if not homes:
+            raise InvalidInput(f"recomputation begins at '{segment.first}', which is no op; `fourfold inspect` lists them")
+        paths = at[homes[0]]
+        if segment.last not in paths or paths.index(segment.last) < paths.index(segment.first):
+            raise InvalidInput(f"recomputation from '{segment.first}' ends at '{segment.last}', which does not follow it in "
+                               f"stage {homes[0]}; end it at '{paths[-1]}' or before")  # fmt: skip
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse a schedule that the devices at hand cannot run."""
+    if plan.schedule in ASYNCHRONOUS:
+        raise Infeasible(f"schedule {plan.schedule} needs devices that stream transfers under compute; these compute or wait: "
+                         "use 1f1b-so, 1f1b-sno, gpipe or interleaved")  # fmt: skip

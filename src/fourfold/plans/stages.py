@@ -1,0 +1,135 @@
+"""A graph cut into stages: each a graph of its own, and the tensors that cross from one to another.
+
+Ops go to the stage their place in the graph says. What depends on no input (transposed weights, tables of positions) is
+computed in every stage that reads it, so that only activations cross. Inputs and targets are read by the stages that use
+them. A parameter that several stages use is *tied*: each keeps a copy, and their gradients are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fourfold.errors import Infeasible
+from fourfold.graph import Graph
+from fourfold.plans.lower import reached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor made in one stage and read in another."""
+
+    value: str
+    source: int
+    target: int
+    gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The graphs of the stages, in order, and what ties them together."""
+
+    graphs: tuple[Graph, ...]
+    crossings: tuple[Crossing, ...]
+    tied: dict[str, tuple[int, ...]]  # parameter -> the stages that keep a copy, the first of them its owner
+    live: frozenset[str]  # the values that have a gradient
+
+
+def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
+    """The graph cut before each of the ops named, the first of which opens stage 0."""
+    home = _homes(graph, firsts)
+    live = frozenset(reached(graph) & _trained(graph))
+    makers = {name: min(home[op.name]) for op in graph.ops if op.name in home for name in op.results}
+    inside = [{op.name for op in graph.ops if s in home[op.name]} for s in range(len(firsts))]
+    wanted = [_wanted(graph, names) for names in inside]
+    crossings = tuple(
+        Crossing(value=name, source=makers[name], target=s, gradient=name in live)
+        for s in range(len(firsts))
+        for name in wanted[s]
+        if name in makers
+    )
+    sent = [[c.value for c in crossings if c.source == s] for s in range(len(firsts))]
+    graphs = tuple(_part(graph, inside[s], wanted[s], sent[s], makers, s) for s in range(len(firsts)))
+    return Cut(graphs=graphs, crossings=crossings, tied=_tied(graphs), live=live)
+
+
+def _homes(graph: Graph, firsts: Sequence[str]) -> dict[str, set[int]]:
+    """The stages of every op. An op that depends on no input follows its readers, of which there may be several."""
+    at = {op.path: k for k, op in enumerate(graph.ops)}
+    begins = [0, *(at[first] for first in firsts[1:])]
+    place = {op.name: max(s for s, begin in enumerate(begins) if begin <= k) for k, op in enumerate(graph.ops)}
+    fixed = _dependent(graph)
+    kept = {graph.loss, *graph.outputs, *(value for _, value in graph.writes)}
+    home: dict[str, set[int]] = {}
+    for op in reversed(graph.ops):
+        if op.name in fixed or kept & set(op.results):
+            home[op.name] = {place[op.name]}
+        else:
+            home[op.name] = {s for name in op.results for reader in graph.consumers[name] for s in home[reader.name]}
+    return home
+
+
+def _dependent(graph: Graph) -> set[str]:
+    """Ops whose results depend on the inputs, or are drawn at random: they run once."""
+    known = {*graph.inputs, *graph.targets}
+    out: set[str] = set()
+    for op in graph.ops:
+        if op.random or known & set(op.operands):
+            out.add(op.name)
+            known.update(op.results)
+    return out
+
+
+def _trained(graph: Graph) -> set[str]:
+    """Float values that depend on a trainable parameter by other ways than through a detach."""
+    known = {p.name for p in graph.parameters if p.trainable}
+    for op in graph.ops:
+        if known & set(op.operands) and not op.target.startswith("aten.detach"):
+            known.update(name for name in op.results if graph.values[name].is_float)
+    return known
+
+
+def _wanted(graph: Graph, inside: set[str]) -> list[str]:
+    """What the ops of a stage read and do not make."""
+    ops = [op for op in graph.ops if op.name in inside]
+    made = {name for op in ops for name in op.results}
+    return list(dict.fromkeys(name for op in ops for name in op.operands if name not in made))
+
+
+def _part(
+    graph: Graph, inside: set[str], wanted: Iterable[str], sent: Iterable[str], makers: dict[str, int], stage: int
+) -> Graph:
+    ops = tuple(op for op in graph.ops if op.name in inside)
+    made = {name for op in ops for name in op.results}
+    writes = tuple((buffer, value) for buffer, value in graph.writes if value in made and makers[value] == stage)
+    outputs = tuple(n for n in graph.outputs if makers.get(n, 0) == stage)
+    read = {*wanted, *(buffer for buffer, _ in writes), *(n for n in outputs if n not in made)}
+    return replace(
+        graph,
+        values={n: spec for n, spec in graph.values.items() if n in made or n in read},
+        inputs=(*(n for n in graph.inputs if n in read), *(n for n in wanted if n in makers)),
+        targets=tuple(n for n in graph.targets if n in read),
+        parameters=tuple(p for p in graph.parameters if p.name in read),
+        constants=tuple(c for c in graph.constants if c.name in read),
+        ops=ops,
+        loss=graph.loss if makers.get(graph.loss) == stage else "",
+        outputs=tuple(dict.fromkeys((*outputs, *sent))),
+        writes=writes,
+    )
+
+
+def _tied(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
+    users: dict[str, list[int]] = {}
+    written: dict[str, int] = {}
+    keys: dict[str, str] = {}
+    for s, graph in enumerate(graphs):
+        written.update({buffer: s for buffer, _ in graph.writes})
+        for parameter in graph.parameters:
+            users.setdefault(parameter.name, []).append(s)
+            keys[parameter.name] = parameter.key
+    for name, stage in written.items():
+        other = next((s for s in users[name] if s != stage), None)
+        if other is not None:
+            raise Infeasible(f"buffer {keys[name]} is updated in stage {stage} and read in stage {other}; "
+                             "cut the model so that one stage has all its uses")  # fmt: skip
+    return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
