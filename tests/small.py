@@ -67,7 +67,7 @@ class Subject:
     def errors(self, plan: Plan) -> dict[str, float]:
         """Run a plan on local ranks; the worst error of each kind against one rank, in float64."""
         result = str(Path(self.task.data).with_name("got.pt"))
-        pool(plan.mesh.size)(run_task, replace(self.task, plan=plan, result=result))
+        pool(plan.size)(run_task, replace(self.task, plan=plan, result=result))
         got: Trial = torch.load(result, weights_only=False)
         reference = self.reference
         losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, reference.losses, strict=True))

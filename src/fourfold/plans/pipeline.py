@@ -70,6 +70,11 @@ class Part:
         found = program.stored.get(value) or program.layouts[value]
         return Layout(found.dims)
 
+    def output_layout(self, value: str, size: int) -> Layout:
+        """How an output lies on the ranks after forward."""
+        program = self.programs[size]
+        return program.layouts[value] if program.slots[value] == value else self.slot_layout(value, size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:

@@ -19,10 +19,9 @@ from torch.utils import _pytree as pytree
 from fourfold.graph import Dtype, Graph, Op
 from fourfold.graph.capture import WithLoss
 from fourfold.graph.spec import mapped
-from fourfold.plans import Mesh, Plan, lower
+from fourfold.plans import Mesh, Plan
 from fourfold.runtime.subject import Subject, stored_tensors
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_trial
-from fourfold.runtime.world import World
 
 EAGER, PROGRAM = "eager", "one-rank program"
 
@@ -79,8 +78,7 @@ class Reference:
         graph = self.subject.graph
         plan = Plan(graph=graph.hash, batch=self.subject.batch, mesh=Mesh.of(data=1))
         task = Task(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
-        world = World(plan.mesh, rank=0, device=torch.device("cpu"))
-        return run_trial(task, lower(graph, plan), world, state, tensors)
+        return run_trial(task, state, tensors)
 
 
 def eager_trial(

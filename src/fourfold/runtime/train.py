@@ -18,14 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans import Plan, lower
-from fourfold.plans.layout import Layout
+from fourfold.plans import Plan
 from fourfold.runtime.crew import Crew
-from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.materialise import cut
 from fourfold.runtime.subject import Subject, save_data
-from fourfold.runtime.trial import PRECISIONS, Task, joined_world, optimizer_named
+from fourfold.runtime.trial import Task, optimizer_named, runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,28 +78,20 @@ class Trainer:
         self.batched = [task.graph.batch_dim(name) is not None or task.graph.batch is not None for name in self.names]
         self.examples = [t.clone() for t in data["inputs"]]
         self.seed = seed
-        program, dtypes = lower(task.graph, task.plan), PRECISIONS[task.precision]
-        world = joined_world(program)
-
-        def load(key: str, layout: Layout) -> Tensor:
-            full = data["state"][key]
-            dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
-            return cut(full, layout, world).to(dtype).clone()
-
-        self.executor = Executor(program, world, load, dtypes=dtypes, randomness=Randomness(seed=seed))
-        parameters = [t for t in self.executor.state.values() if t.requires_grad]
+        self.running = runner(task, data["state"], Randomness(seed=seed))
+        parameters = [tensor for _, tensor in self.running.named()]
         self.optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
 
     def step(self, number: int) -> tuple[float, float]:
         """One step on a fresh batch: the global loss and this rank's seconds."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         given = zip(self.names, self.examples, self.batched, strict=True)
-        feeds = {name: self.executor.cut(name, _like(x, generator) if fresh else x) for name, x, fresh in given}
-        self.executor.randomness.step = number
+        feeds = {name: _like(x, generator) if fresh else x for name, x, fresh in given}
+        self.running.randomness.step = number
         if dist.is_initialized():
             dist.barrier()
         begun = time.perf_counter()
-        loss, _ = self.executor.forward_backward(feeds)
+        loss = self.running.total(self.running.forward_backward(feeds))
         if self.optimizer is not None:
             self.optimizer.step()
         return float(loss), time.perf_counter() - begun

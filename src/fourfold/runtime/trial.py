@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
 from fourfold.graph import Graph
-from fourfold.plans import Mesh, Plan, Program, lower
+from fourfold.plans import Plan
 from fourfold.plans.layout import Layout
-from fourfold.runtime.execute import Executor
+from fourfold.plans.pipeline import pipeline
+from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
+from fourfold.runtime.pipeline import Runner
 from fourfold.runtime.world import World
 
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": {"float32": torch.float64}}
@@ -61,67 +64,52 @@ class Task:
     result: str = ""  # where rank 0 puts the Trial
 
 
-_worlds: dict[Mesh, World] = {}  # of this process: every process group costs threads, so tasks on one mesh share theirs
+def runner(task: Task, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
+    """This rank's share of a task, with the whole state at hand."""
+    dtypes = PRECISIONS[task.precision]
 
+    def load(world: World) -> FullTensor:
+        def part(key: str, layout: Layout) -> Tensor:
+            full = state[key]
+            dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
+            return cut(full, layout, world).to(dtype).clone()
 
-def joined_world(program: Program) -> World:
-    """The world of a program's mesh, with a group for each exchange; all ranks must run the same programs in one order."""
-    world = _worlds.get(program.mesh) or World.join(program.mesh)
-    for axes in sorted(program.groups()):
-        world.group(axes)
-    return _worlds.setdefault(program.mesh, world)
+        return part
+
+    return Runner(pipeline(task.graph, task.plan), load, dtypes=dtypes, randomness=randomness)
 
 
 def run_task(task: Task) -> dict[str, Any]:
     """Run a task on this rank; rank 0 writes the result. The answer holds small facts only."""
     data = torch.load(task.data, mmap=True)
-    program = lower(task.graph, task.plan)
-    world = joined_world(program)
-    trial = run_trial(task, program, world, data["state"], data["inputs"])
-    if world.rank == 0 and task.result:
+    trial = run_trial(task, data["state"], data["inputs"])
+    if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
         torch.save(trial, task.result)
     return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
 
 
-def run_trial(task: Task, program: Any, world: World, state: Mapping[str, Tensor], inputs: list[Tensor]) -> Trial:
-    dtypes = PRECISIONS[task.precision]
-
-    def load(key: str, layout: Layout) -> Tensor:
-        full = state[key]
-        dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
-        return cut(full, layout, world).to(dtype).clone()
-
-    executor = Executor(program, world, load, dtypes=dtypes, randomness=Randomness(exact=True))
+def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> Trial:
+    """The steps of a task."""
+    running = runner(task, state, Randomness(exact=True))
     names = (*task.graph.inputs, *task.graph.targets)
-    feeds = {name: executor.cut(name, tensor) for name, tensor in zip(names, inputs, strict=True)}
-    parameters = [t for t in executor.state.values() if t.requires_grad]
+    feeds = dict(zip(names, inputs, strict=True))
+    parameters = [tensor for _, tensor in running.named()]
     optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
     trial = Trial(facts={"seconds": []})
     for step in range(task.steps):
-        executor.randomness.step = step
+        running.randomness.step = step
         begun = time.perf_counter()
-        loss, out = executor.forward_backward(feeds)
+        outcome = running.forward_backward(feeds, outputs=step == 0)
         spent = time.perf_counter() - begun
-        trial.losses.append(float(loss))
+        trial.losses.append(float(running.total(outcome)))
         if step == 0:
-            layouts = program.layouts
-            trial.outputs = {n: executor.whole(layouts[n], out[n]) for n in program.outputs if out[n].is_floating_point()}
-            trial.gradients = {
-                executor.keys[n]: executor.whole(program.stored[n], t.grad).clone()
-                for n, t in executor.state.items()
-                if t.grad is not None
-            }
+            trial.outputs = {n: t for n, t in running.outputs(outcome).items() if t.is_floating_point()}
+            trial.gradients = running.gradients()
         begun = time.perf_counter()
         if optimizer is not None:
             optimizer.step()
         trial.facts["seconds"].append(spent + time.perf_counter() - begun)
         if step == 0:
-            trial.first_state = whole_state(executor)
-    trial.state = whole_state(executor)
+            trial.first_state = running.state()
+    trial.state = running.state()
     return trial
-
-
-def whole_state(executor: Executor) -> dict[str, Tensor]:
-    """Parameters and buffers as one device would hold them."""
-    stored = executor.program.stored
-    return {executor.keys[n]: executor.whole(stored[n], t).clone() for n, t in executor.state.items()}

@@ -45,8 +45,7 @@ class World:
     def join(mesh: Mesh, *, device: torch.device | None = None, wanted: Iterable[tuple[str, ...]] = ()) -> World:
         """The world of an initialised process group; one rank needs none."""
         device = device or torch.device("cpu")
-        if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:  # under torchrun
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        World.started(mesh, device)
         if not dist.is_initialized():
             if mesh.size == 1:
                 return World(mesh, rank=0, device=device)
@@ -57,6 +56,12 @@ class World:
                 f"run with --nproc-per-node {mesh.size} or plan for {dist.get_world_size()}"
             )
         return World(mesh, rank=dist.get_rank(), device=device, wanted=wanted)
+
+    @staticmethod
+    def started(mesh: Mesh, device: torch.device) -> None:
+        """Join the processes that torchrun started, if it did and nobody has yet."""
+        if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
 
     def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
         key = (purpose, axes)
@@ -107,6 +112,17 @@ class World:
         return self._boards[axes]
 
     @staticmethod
+    def shared(mesh: Mesh, device: torch.device) -> World:
+        """The world of all processes as a mesh, the same each time: every process group costs threads."""
+        if mesh.size == 1:
+            return World(mesh, rank=0, device=device)
+        World.started(mesh, device)
+        key = (id(dist.group.WORLD), mesh, device)
+        if key not in _shared:
+            _shared[key] = World.join(mesh, device=device)
+        return _shared[key]
+
+    @staticmethod
     def of_stage(mesh: Mesh, ranks: tuple[int, ...], device: torch.device) -> World | None:
         """This process on the ranks of a stage, None if it is not one of them; all processes must call.
 
@@ -135,7 +151,8 @@ class World:
         return size
 
 
-_stages: dict[tuple[Any, ...], World | None] = {}  # every process group costs threads, so stages on the same ranks share theirs
+_shared: dict[tuple[Any, ...], World] = {}
+_stages: dict[tuple[Any, ...], World | None] = {}
 
 
 def _made(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> list[Any]:

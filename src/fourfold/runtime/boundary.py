@@ -1,0 +1,84 @@
+"""Sends and receives between the ranks of two stages: the messages of `plans.boundary` on real tensors.
+
+A send does not block. A receive is posted, and waited for when its tensor is needed; gloo moves a message once both ends
+are there, so a receive posted early is one that hides behind compute. What a rank sends to itself stays in its hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.plans.boundary import Side, incoming, outgoing
+from fourfold.plans.exchange import Transfer
+from fourfold.runtime.exchange import put, take
+
+Wait = Callable[[], Tensor]
+
+
+@dataclass
+class Post:
+    """This rank's letters: works under way with the buffers they need, and parcels to itself."""
+
+    works: list[tuple[Any, Tensor]] = field(default_factory=list)
+    parcels: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Wait until everything sent is gone."""
+        for work, _ in self.works:
+            work.wait()
+        self.works.clear()
+        assert not self.parcels, "a parcel was never fetched"
+
+
+class Channel:
+    """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
+
+    def __init__(self, source: Side, target: Side, *, rank: int, dtype: torch.dtype, device: torch.device, post: Post) -> None:
+        self.rank, self.device, self.post = rank, device, post
+        self.dtype, self.wire = dtype, torch.uint8 if dtype == torch.bool else dtype  # gloo carries no booleans
+        self.gives = outgoing(source, target, rank) if rank in source.ranks else []
+        self.takes = incoming(source, target, rank) if rank in target.ranks else []
+        if rank in target.ranks:
+            self.shape = target.layout.local_shape(target.mesh.coords(target.ranks.index(rank)))
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        for give in self.gives:
+            piece = take(tensor, give.spans).to(self.wire).contiguous()
+            if give.peer == self.rank:
+                self.post.parcels.setdefault(tag, []).append(piece)
+            else:
+                self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece))
+
+    def receive(self, tag: int) -> Wait:
+        """Post the receive; the answer waits and gives the tensor."""
+        away = [t for t in self.takes if t.peer != self.rank]
+        buffers = [torch.empty(t.shape, dtype=self.wire, device=self.device) for t in away]
+        works: list[Any] = [dist.irecv(b, t.peer, tag=tag) for b, t in zip(buffers, away, strict=True)]
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return self._assembled(dict(zip([t.peer for t in away], buffers, strict=True)), tag)
+
+        return wait
+
+    def _assembled(self, came: dict[int, Tensor], tag: int) -> Tensor:
+        pieces = [self._piece(t, came, tag) for t in self.takes]
+        if len(pieces) == 1 and self.takes[0].shape == self.shape:
+            return pieces[0].to(self.dtype)
+        out = torch.zeros(self.shape, dtype=self.wire, device=self.device)
+        for t, piece in zip(self.takes, pieces, strict=True):
+            put(out, t.spans, piece, add=False)
+        return out.to(self.dtype)
+
+    def _piece(self, transfer: Transfer, came: dict[int, Tensor], tag: int) -> Tensor:
+        if transfer.peer != self.rank:
+            return came[transfer.peer]
+        (piece,) = self.post.parcels.pop(tag)
+        return piece
