@@ -14,10 +14,11 @@ from fourfold.errors import Infeasible
 from fourfold.graph import Graph, Op, Ref, Size, TensorSpec
 from fourfold.graph.capture import capture, mean_square
 from fourfold.models import MODELS
-from fourfold.plans import Mesh, Plan, lower
+from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.plans.additive import MicroLoss, microbatched
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.world import World
+from ranks import Job, run_jobs
 from small import SMALL, batch_of, graph_of
 
 Loss = Callable[..., Tensor]
@@ -35,9 +36,9 @@ def executed(graph: Graph, batch: int, state: dict[str, Tensor], feeds: dict[str
         lambda key, _: state[key].clone(),
         dtypes={"float32": torch.float64},
     )
-    names = (*graph.inputs, *graph.targets)
-    loss, out = executor.forward_backward({n: executor.cut(n, feeds[n]) for n in names})
-    scalars = {n: t.item() for n, t in {**out, graph.loss: loss}.items() if not t.dim()}
+    given = {n: executor.cut(n, feeds[n]) for n in (*graph.inputs, *graph.targets)}
+    out = executor.forward_backward(given)[1] if graph.loss else executor.forward(given)
+    scalars = {n: t.item() for n, t in out.items() if not t.dim()}
     return scalars, {executor.keys[n]: t.grad for n, t in executor.state.items() if t.grad is not None}
 
 
@@ -45,8 +46,7 @@ def counted(micro: MicroLoss, sizes: list[int], state: dict[str, Tensor], parts:
     """Scales that are one over a count of the whole batch."""
     if micro.counts is None:
         return {}
-    graph = replace(micro.counts, loss=micro.counts.outputs[0])
-    runs = [executed(graph, n, state, feeds)[0] for n, feeds in zip(sizes, parts, strict=True)]
+    runs = [executed(micro.counts, n, state, feeds)[0] for n, feeds in zip(sizes, parts, strict=True)]
     return {scale: 1 / sum(run[name] for run in runs) for scale, name in micro.counted.items()}
 
 
@@ -260,6 +260,35 @@ def test_an_input_that_has_no_batch_dim_is_the_same_for_all() -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", ["data", "filter"])
+def test_a_micro_batch_split_over_ranks_gives_the_same_share_and_count(strategy: str) -> None:
+    module, x, t = Weighted().double(), rows().double(), labels(ignored=True)
+    graph = capture(module, (x,), (t,), lambda y, t: F.cross_entropy(y[0], t, weight=y[1]) + y[0].square().mean())
+    state = {k: v.detach().clone() for k, v in [*module.named_parameters(), *module.named_buffers()]}
+    micro = microbatched(graph, BATCH, 2)
+    assert micro.counts is not None
+    shown = replace(micro.graph, outputs=(micro.graph.loss,))
+    counts = replace(micro.counts, loss=micro.counts.outputs[0])
+    fed = dict(zip((*graph.inputs, *graph.targets, *micro.scales), (x[:4], t[:4], *torch.tensor([0.3, 0.7])), strict=True))
+    jobs = [
+        Job(
+            name=name,
+            graph=g,
+            plan=named(how, g, ranks=2, batch=4),
+            state=state,
+            inputs=[fed[n] for n in (*g.inputs, *g.targets)],
+        )
+        for name, g, how in (("share", shown, strategy), ("counts", counts, "data"))
+    ]
+    done = run_jobs(jobs, 2)
+    for job in jobs:
+        scalars, gradients = executed(job.graph, 4, state, fed)
+        assert not done[job.name].error
+        assert done[job.name].outputs[job.graph.loss].item() == pytest.approx(scalars[job.graph.loss], rel=1e-12)
+        for key, gradient in gradients.items():
+            assert (done[job.name].gradients[key] - gradient).norm() <= 1e-12 * gradient.norm(), key
+
+
 def masked(y: Tensor, t: Tensor, mask: Tensor) -> Tensor:
     return ((y - t).square().mean(1) * mask).sum() / mask.sum()
 
@@ -452,6 +481,37 @@ def test_a_fixed_batch_is_refused() -> None:
     graph = capture(Classifier(), (rows(),), (), fixed=True)
     with pytest.raises(Infeasible, match=r"fixes its batch at 7, so 2 micro-batches"):
         microbatched(graph, BATCH, 2)
+
+
+def test_batch_norm_is_as_on_one_device_with_the_same_micro_batches() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, CLASSES)).double()
+    x, t = torch.randn(BATCH, 3, 4, 5).double(), labels(ignored=True)
+    graph = capture(module, (x,), (t,), F.cross_entropy)
+    micro = microbatched(graph, BATCH, 3)
+    assert micro.notes == (
+        "batch norm (1) takes its statistics per micro-batch, as one device with the same micro-batches would",
+    )
+    state = {k: v.detach().clone() for k, v in [*module.named_parameters(), *module.named_buffers()]}
+    got, gradients = in_parts(graph, micro, 3, state, [x, t])
+    parts = zip(x.tensor_split(3), t.tensor_split(3), strict=True)
+    expected = sum(F.cross_entropy(module(part), labels, reduction="sum") for part, labels in parts) / (t != -100).sum()
+    expected.backward()
+    assert got == pytest.approx(expected.item(), rel=1e-12)
+    for key, parameter in module.named_parameters():
+        assert (gradients[key] - parameter.grad).norm() <= 1e-12 * max(parameter.grad.norm(), 1e-3), key
+
+
+def test_noise_in_the_weights_and_running_instance_norms_are_noted() -> None:
+    class Noisy(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.dropout(x, 0.1), F.dropout(self.one.weight, 0.1))
+
+    assert [note.split(" per ")[0] for note in microbatched(capture(Noisy(), (rows(),)), BATCH, 2).notes] == [
+        "noise that all samples share (dropout_1) is drawn"
+    ]
+    tracked = nn.InstanceNorm1d(4, track_running_stats=True)
+    (note,) = microbatched(capture(tracked, (torch.randn(BATCH, 4, 3),)), BATCH, 2).notes
+    assert "updates its running statistics per micro-batch" in note
 
 
 def test_batch_norm_without_values_to_norm_is_refused() -> None:

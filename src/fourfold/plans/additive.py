@@ -57,7 +57,7 @@ def microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
                          "use 1 micro-batch")  # fmt: skip
     tail = _Tail(graph, batch, microbatches)
     loss = tail.share(graph.loss)
-    notes = _norm_notes(tail.samples, graph, batch // microbatches)
+    notes = _notes(tail.samples, graph, batch // microbatches)
     return tail.finished(loss, notes)
 
 
@@ -287,8 +287,8 @@ def _renamed(literal: Any, names: Mapping[str, str | None]) -> Any:
     return mapped(literal, lambda leaf: Ref(names.get(leaf.name) or leaf.name) if isinstance(leaf, Ref) else leaf)
 
 
-def _norm_notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:
-    """What norms over the batch do under micro-batches; refuses those left with nothing to take statistics of."""
+def _notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:
+    """What is done per micro-batch that a whole batch would do once; refuses norms left with nothing to take statistics of."""
     upstream = ancestors(graph, [graph.loss])
     norms = [op for op in samples.norms if op.results[0] in upstream]
     for op in norms:
@@ -296,8 +296,19 @@ def _norm_notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...
         if kind_of(op) == "batch_norm" and math.prod(shape) == shape[1]:
             raise Infeasible(f"{op.path} would take its statistics of 1 value per channel in a micro-batch of {smallest}; "
                              "use fewer micro-batches")  # fmt: skip
-    if not norms:
-        return ()
-    more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-    return (f"batch norm ({norms[0].module or norms[0].name}{more}) takes its statistics per micro-batch, as one device with "
-            "the same micro-batches would",)  # fmt: skip
+    shared = [op for op in samples.probe.ops if upstream & set(op.results) and samples.states[op.results[0]] is None]
+    drawn = [op for op in shared if nest_of(op, samples.probe).kernel == "random"]
+    kinds = (
+        ("batch norm", [op for op in norms if kind_of(op) == "batch_norm"], "takes its statistics"),
+        ("instance norm", [op for op in norms if kind_of(op) == "instance_norm"], "updates its running statistics"),
+        ("noise that all samples share", drawn, "is drawn"),
+    )
+    return tuple(
+        f"{name} ({_named(found)}) {does} per micro-batch, as one device with the same micro-batches would"
+        for name, found, does in kinds
+        if found
+    )
+
+
+def _named(ops: list[Op]) -> str:
+    return (ops[0].module or ops[0].name) + (f" and {len(ops) - 1} more" if len(ops) > 1 else "")
