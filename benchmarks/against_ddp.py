@@ -15,7 +15,7 @@ from fourfold.runtime.parallel import parallelize, signed
 
 METHOD = (
     "steps of both alternate in the same processes (one thread each, gloo), barrier before and after; medians, and the median "
-    "of paired ratios; momentum SGD; losses checked against one process (of the first step with batch norm, and not DDP's there)"
+    "of paired ratios; momentum SGD; losses checked against one process (with batch norm, of the first step and not DDP's)"
 )
 CASES: dict[str, dict[str, Any]] = {
     "vgg16-cifar": {"batch": 32},
