@@ -477,6 +477,12 @@ def test_targets_the_network_decides_are_refused() -> None:
         microbatched(graph, BATCH, 2)
 
 
+def test_sums_over_several_counts_are_refused() -> None:
+    graph = capture(Classifier(), (rows(),), (torch.rand(BATCH, CLASSES),), lambda y, t: (y.sum(0) / t.sum(0)).sum())
+    with pytest.raises(Infeasible, match=r"div \(aten\.div\.Tensor\) is not linear in a sum over the batch"):
+        microbatched(graph, BATCH, 2)
+
+
 def test_a_fixed_batch_is_refused() -> None:
     graph = capture(Classifier(), (rows(),), (), fixed=True)
     with pytest.raises(Infeasible, match=r"fixes its batch at 7, so 2 micro-batches"):
@@ -551,6 +557,30 @@ def test_outputs_the_loss_is_made_of_are_dropped_and_said() -> None:
     micro = assert_adds_up(Reporting(), [rows(), labels()], lambda y: y[0] * 2, inputs=2)
     assert len(micro.graph.outputs) == 2
     assert micro.notes == ("outputs that the loss is made of are not given under micro-batches: cross_entropy_loss",)
+
+
+class Averaging(Classifier):
+    """Tracks the mean that its loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = super().forward(x).square().mean()
+        self.average.mul_(0.9).add_(mean.detach())
+        return mean
+
+
+def test_a_buffer_that_tracks_the_loss_keeps_its_own_mean() -> None:
+    micro = assert_adds_up(Averaging(), [rows()], lambda y: 3 * y)
+    (write,) = micro.graph.writes
+    assert "aten.mean.default" in {op.target for op in micro.graph.ops}
+    assert write[1] in micro.graph.producer
+
+
+def test_whole_numbers_beside_the_loss_are_shared_out() -> None:
+    assert_adds_up(Classifier(), [rows()], lambda y: y.mean() + torch.tensor(3) * y.shape[0])
 
 
 def test_the_graph_stays_open_in_the_batch() -> None:

@@ -192,7 +192,8 @@ class _Tail:
 
     def _divided(self, op: Op, above: str, below: str) -> str:
         """A sum over the batch divided by another that follows from the data alone: the sum of a mask, say."""
-        if not self.counts.known([below]):
+        scalar = self.values[below].shape == () and self.values[above].is_float
+        if not scalar or not self.counts.known([below]):
             raise self._not_linear(op)
         inner = _Tail(self.graph, self.batch, self.microbatches)
         inner.values, inner.kept = self.values, set(self.graph.values)
@@ -234,6 +235,7 @@ class _Tail:
     def _product(self, at: str, module: str, value: str) -> str:
         """Put the product with a new scalar input behind an op (or first of all); the name of the scalar."""
         spec = self.values[value]
+        spec = spec if spec.is_float else TensorSpec(spec.shape, "float32")
         scale, result = self._fresh(f"{value}_scale"), self._fresh(f"{value}_scaled")
         self.values[scale], self.values[result] = TensorSpec((), spec.dtype), spec
         product = Op(name=result, target="aten.mul.Tensor", args=(Ref(value), Ref(scale)), kwargs={}, results=(result,),
