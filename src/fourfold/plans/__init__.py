@@ -1,14 +1,16 @@
 """Meshes, layouts, exchanges, plans and their lowering to programs. No torch."""
 
+from fourfold.plans.compose import Options
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout, Own
 from fourfold.plans.lower import lower
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.pipeline import Pipeline, pipeline
 from fourfold.plans.plan import Passes, Plan, load_plan, save_plan
 from fourfold.plans.program import Compute, Move, Program, Repeat
 from fourfold.plans.strategies import STRATEGIES, named
 
 __all__ = [
-    "STRATEGIES", "Compute", "Exchange", "Layout", "Mesh", "Move", "Own", "Passes", "Plan", "Program", "Repeat",
-    "load_plan", "lower", "named", "save_plan",
+    "STRATEGIES", "Compute", "Exchange", "Layout", "Mesh", "Move", "Options", "Own", "Passes", "Pipeline", "Plan", "Program",
+    "Repeat", "load_plan", "lower", "named", "pipeline", "save_plan",
 ]  # fmt: skip

@@ -58,7 +58,7 @@ def _homes(graph: Graph, firsts: Sequence[str]) -> dict[str, set[int]]:
     at = {op.path: k for k, op in enumerate(graph.ops)}
     begins = [0, *(at[first] for first in firsts[1:])]
     place = {op.name: max(s for s, begin in enumerate(begins) if begin <= k) for k, op in enumerate(graph.ops)}
-    fixed = _dependent(graph)
+    fixed = dependent(graph)
     kept = {graph.loss, *graph.outputs, *(value for _, value in graph.writes)}
     home: dict[str, set[int]] = {}
     for op in reversed(graph.ops):
@@ -69,7 +69,7 @@ def _homes(graph: Graph, firsts: Sequence[str]) -> dict[str, set[int]]:
     return home
 
 
-def _dependent(graph: Graph) -> set[str]:
+def dependent(graph: Graph) -> set[str]:
     """Ops whose results depend on the inputs, or are drawn at random: they run once."""
     known = {*graph.inputs, *graph.targets}
     out: set[str] = set()

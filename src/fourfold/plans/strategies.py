@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fourfold.errors import Infeasible, InvalidInput, nearest
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest, nest_of
+from fourfold.plans.compose import CHUNKS, Options, composed
 from fourfold.plans.hints import domain_dims
 from fourfold.plans.lower import lower
 from fourfold.plans.mesh import Mesh
@@ -60,13 +61,34 @@ def parse(text: str) -> tuple[str, dict[str, int]]:
     return name, options
 
 
-def named(text: str, graph: Graph, *, ranks: int, batch: int, model: str = "") -> Plan:
-    """The plan of a named strategy."""
+def named(
+    text: str, graph: Graph, *, ranks: int, batch: int, model: str = "", options: Options | None = None
+) -> Plan:
+    """The plan of a named strategy. `options` go before what its own text says."""
     if ranks < 1:
         raise InvalidInput(f"{ranks} ranks asked for; use at least 1")
-    name, options = parse(text)
-    request = Request(graph=graph, ranks=ranks, batch=batch, options=options, name=text)
-    return replace(STRATEGIES[name][0](request), strategy=text, model=model)
+    name, given = parse(text)
+    own = Options(stages=given.pop("stages", None), microbatches=given.pop("microbatches", None))
+    asked = options or Options()
+    chosen = replace(own, **{f.name: value for f in fields(Options) if (value := getattr(asked, f.name)) is not None})
+    if name == "fsdp":
+        chosen = replace(chosen, zero=3 if chosen.zero is None else chosen.zero)
+    inside = "data" if name == "fsdp" else name.removesuffix("pipeline").removesuffix("+")
+
+    def base(count: int, size: int) -> Plan:
+        if not inside:
+            return Plan(graph=graph.hash, batch=size, mesh=Mesh.of(data=count), inputs={"data": "batch"})
+        return STRATEGIES[inside][0](Request(graph=graph, ranks=count, batch=size, options=given, name=text))
+
+    stages = chosen.stages or (_stages(ranks, chosen.schedule, whole=not inside) if name.endswith("pipeline") else 1)
+    plan = composed(base, graph, ranks=ranks, batch=batch, stages=stages, options=chosen)
+    return replace(plan, strategy=text, model=model)
+
+
+def _stages(ranks: int, schedule: str | None, *, whole: bool) -> int:
+    """How many stages a pipeline has if nothing is said: one per rank or, with another split inside, about the root."""
+    places = ranks if whole else next(d for d in (_divisor(ranks), 2) if d < ranks or ranks < 3)
+    return places * (CHUNKS if schedule == "interleaved" else 1)
 
 
 def _plan(request: Request, mesh: Mesh, **fields: Any) -> Plan:
@@ -312,4 +334,9 @@ STRATEGIES: dict[str, tuple[Recipe, tuple[str, ...]]] = {
     "data+spatial": (_data_spatial, ("space",)),
     "splitbrain": (_splitbrain, ("k", "passes")),
     "grid": (_grid, ("pr", "pc")),
+    "pipeline": (_data, ("stages", "microbatches")),
+    "data+pipeline": (_data, ("stages", "microbatches")),
+    "filter+pipeline": (_filter, ("stages", "microbatches")),
+    "spatial+pipeline": (_spatial, ("stages", "microbatches", "d0", "d1", "d2")),
+    "fsdp": (_data, ()),
 }

@@ -1,0 +1,87 @@
+"""Where to cut a graph into stages of equal work, by FLOPs, until the planner knows better.
+
+Cuts are sought where little is alive: boundaries over which no more bytes cross than over their neighbours. Among those,
+the slowest stage is made as fast as can be, a byte that crosses being charged as so many FLOPs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from fourfold.errors import Infeasible
+from fourfold.graph import Graph
+from fourfold.ops.nest import nest_of
+from fourfold.plans.stages import dependent
+
+FLOPS_PER_BYTE = 100.0
+"""What a byte across a boundary counts for while no cluster is known: between a CPU on loopback (30) and fast GPUs on
+InfiniBand (thousands), so that a small tensor is preferred to a large one but not to balance."""
+
+
+def balanced(graph: Graph, batch: int, weights: Sequence[float], *, first: str = "", last: str = "") -> list[str]:
+    """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`."""
+    concrete = graph.at(batch)
+    fixed = dependent(graph)
+    ops = [op for op in concrete.ops if op.name in fixed]
+    paths = [op.path for op in ops]
+    low = paths.index(first) if first else 0
+    high = paths.index(last) + 1 if last else len(ops)
+    work = np.array([float(nest_of(op, concrete).flops) for op in ops[low:high]])
+    alive = _alive(concrete, [op.name for op in ops])[low:high]
+    places = _places(work, alive, len(weights))
+    chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * FLOPS_PER_BYTE, places, weights)
+    return [paths[low + k] for k in (0, *chosen)]
+
+
+def _alive(graph: Graph, names: list[str]) -> np.ndarray:
+    """Bytes that cross the boundary before each op."""
+    at = {name: k for k, name in enumerate(names)}
+    change = np.zeros(len(names) + 1)
+    for op in (op for op in graph.ops if op.name in at):
+        k = at[op.name]
+        for result in op.results:
+            reads = [at[reader.name] for reader in graph.consumers[result] if reader.name in at]
+            if reads and max(reads) > k:
+                change[k + 1] += graph.values[result].bytes
+                change[max(reads) + 1] -= graph.values[result].bytes
+    return np.cumsum(change)[:-1]
+
+
+def _places(work: np.ndarray, alive: np.ndarray, stages: int) -> list[int]:
+    """Boundaries to choose from: valleys of what is alive or, if those are too few, all with work on both sides."""
+    inner = range(1, len(work))
+    valleys = [k for k in inner if alive[k] <= alive[k - 1] and (k + 1 == len(work) or alive[k] <= alive[k + 1])]
+    if len(valleys) >= 4 * stages:
+        return valleys
+    busy = np.flatnonzero(work)
+    every = [k for k in inner if len(busy) and busy[0] < k <= busy[-1]]
+    if len(every) < stages - 1:
+        raise Infeasible(f"the model can be cut in {len(every)} places, {stages} stages need {stages - 1}; "
+                         f"use at most {len(every) + 1} stages")  # fmt: skip
+    return every
+
+
+def _bottleneck(total: np.ndarray, charge: np.ndarray, places: list[int], weights: Sequence[float]) -> list[int]:
+    """The cuts that make the most loaded stage least loaded. `total[k]`: work before k; `charge[k]`: of cutting at k.
+
+    best[s][j] = min over i < j of max(best[s-1][i], (work of i..j + charge of both its boundaries) / weight of stage s).
+    """
+    ends = np.array([0, *places, len(total) - 1])
+    cost = np.concatenate([[0.0], charge[places], [0.0]])
+    best = np.full(len(ends), np.inf)
+    best[0] = 0.0
+    back: list[np.ndarray] = []
+    for weight in weights:
+        load = (total[ends][None, :] - total[ends][:, None] + cost[None, :] + cost[:, None]) / weight
+        load[np.tril_indices(len(ends))] = np.inf
+        joined = np.maximum(best[:, None], load)
+        back.append(joined.argmin(0))
+        best = joined.min(0)
+    cuts, at = [], len(ends) - 1
+    for choice in itertools.islice(reversed(back), len(weights) - 1):
+        at = int(choice[at])
+        cuts.append(int(ends[at]))
+    return cuts[::-1]
