@@ -209,6 +209,20 @@ class Layout:
         """As a parameter that feeds this need is kept: where windows overlap or leave rows out, every row once."""
         return Layout(tuple(own.partition(mesh) for own in self.dims))
 
+    def divided(self, mesh: Mesh) -> Layout:
+        """Further divided along every axis that divides nothing yet, so that no element is held twice.
+
+        The first dim is preferred, where it has an index for everyone: shards are then runs of memory. Otherwise it is the
+        dim with most indices, and some shards may be empty. A tensor without dims stays as it is.
+        """
+        dims = list(self.dims)
+        for axis in mesh.names:
+            if mesh.extent(axis) > 1 and axis not in self.sharded and dims:
+                fewest = [min(len(s) for s in own.sets) for own in dims]
+                dim = 0 if fewest[0] >= mesh.extent(axis) else fewest.index(max(fewest))
+                dims[dim] = dims[dim].refine(mesh, axis)
+        return Layout(tuple(dims), self.partial, self.replicate)
+
     def dim_of(self, axis: str) -> int | None:
         """The dim divided along an axis."""
         return next((d for d, own in enumerate(self.dims) if axis in own.axes), None)

@@ -91,6 +91,7 @@ class _Lowering:
             mesh=self.mesh,
             steps=self._deferred(),
             stored=self.stored,
+            updates=self._updates(),
             reductions=self.reductions,
             layouts=self.layouts,
             slots=slots,
@@ -219,7 +220,7 @@ class _Lowering:
         """The slot holding a value in the layout needed."""
         if name in self.free:
             if name in self.leaves:
-                self._store(name, need.kept(self.mesh) if name in self.parameters else need.stored)
+                self._store(name, self._kept(name, need) if name in self.parameters else need.stored)
             else:
                 op = self.graph.producer[name]
                 self._emit(op, self._offered(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)
@@ -227,6 +228,16 @@ class _Lowering:
         if key not in self.forms:
             self.forms[key] = self._form(name, need, nest)
         return self.forms[key]
+
+    def _kept(self, name: str, need: Layout) -> Layout:
+        """How a parameter or buffer is stored whose first use needs it so."""
+        kept = need.kept(self.mesh)
+        return kept.divided(self.mesh) if self.plan.zero == 3 and not self.parameters[name].buffer else kept
+
+    def _updates(self) -> dict[str, Layout]:
+        """Of each trained parameter, what a rank's optimizer updates: all it stores or, divided over replicas, a part."""
+        trained = {n: self.stored[n] for n, p in self.parameters.items() if p.trainable and n in self.stored}
+        return {n: layout.divided(self.mesh) for n, layout in trained.items()} if self.plan.zero == 1 else trained
 
     def _form(self, name: str, need: Layout, nest: Nest) -> str:
         have = self.layouts[name]

@@ -93,6 +93,7 @@ class Program:
     mesh: Mesh
     steps: tuple[Step, ...]
     stored: Mapping[str, Layout]  # inputs, parameters, buffers, constants
+    updates: Mapping[str, Layout]  # of the parameters trained: the part of what a rank stores that its optimizer updates
     reductions: Mapping[str, tuple[str, ...]]  # parameter -> axes its gradient is summed over after backward
     layouts: Mapping[str, Layout]  # of every value, as produced
     slots: Mapping[str, str]  # outputs, loss and buffer writes -> the slot that holds them
