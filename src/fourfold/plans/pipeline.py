@@ -167,7 +167,7 @@ def pipeline(graph: Graph, plan: Plan) -> Pipeline:
 
 def lowered(graph: Graph, plan: Plan, *, like: Pipeline | None = None) -> Pipeline:
     """As `pipeline`; with `like`, the same model in another mode, which shall share the tensors that one stores."""
-    loss = microbatched(graph, plan.batch, plan.microbatches) if like is None else MicroLoss(graph=graph, fixed={}, counted={})
+    loss = microbatched(graph, plan.batch, plan.microbatches)
     whole = loss.graph
     firsts = [stage.first for stage in plan.parts] if like is None else _firsts(whole, like)
     made = cut(whole, firsts)

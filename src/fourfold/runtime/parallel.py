@@ -14,12 +14,15 @@ from torch.utils import _pytree as pytree
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
-from fourfold.plans import Plan, lower, named
+from fourfold.plans import Options, Plan, named
 from fourfold.plans.layout import Layout
-from fourfold.runtime.execute import Executor
+from fourfold.plans.pipeline import lowered, pipeline
+from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut, loader
+from fourfold.runtime.pipeline import Runner
 from fourfold.runtime.world import World
+from fourfold.timeline import Timeline
 
 Named = list[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
@@ -50,10 +53,11 @@ def plan(
     strategy: str,
     devices: int,
     batch: int | None = None,
+    options: Options | None = None,
 ) -> Ranking:
     """The plan of a named strategy for a model. Module and tensors may be on meta."""
     graph = capture(model, inputs, targets, loss)
-    chosen = named(strategy, graph, ranks=devices, batch=batch or batch_of(inputs))
+    chosen = named(strategy, graph, ranks=devices, batch=batch or batch_of(inputs), options=options)
     return Ranking(candidates=(replace(chosen, signature=_signature(inputs, targets)),))
 
 
@@ -93,20 +97,22 @@ class Parallel:
     ) -> None:
         self.plan, self.graph = plan, graph
         self._model, self._loss, self._seed = model, loss, seed
-        self.program = lower(graph, plan)
-        self.world = World.join(plan.mesh, device=device, wanted=self.program.groups())
-        self._executor = Executor(
-            self.program, self.world, loader(model, self.world, seed=seed), randomness=Randomness(seed=seed)
-        )
-        self._evaluator: Executor | None = None
-        self._names = {key: name for name, key in self._executor.keys.items() if name in self._executor.state}
-        self.module = _tree({self._executor.keys[n]: t for n, t in self._executor.state.items()})
-        named_tensors = [(self._executor.keys[n], t) for n, t in self._executor.state.items() if t.requires_grad]
-        self.optimizer = self._checked(optimizer(named_tensors)) if optimizer is not None else None
+        self.pipeline = pipeline(graph, plan)
+        self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
+        self._evaluator: Runner | None = None
+        self.module = _tree(self._held())
+        self.optimizer = self._checked(optimizer(self._runner.named())) if optimizer is not None else None
+
+    def _loader(self, world: World) -> FullTensor:
+        return loader(self._model, world, seed=self._seed)
+
+    def _held(self) -> dict[str, Tensor]:
+        """This rank's stored tensors by state_dict key."""
+        executors = self._runner.executors.values()
+        return {executor.keys[name]: tensor for executor in executors for name, tensor in executor.state.items()}
 
     def _checked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        sharded = [self._executor.keys[n] for n, layout in self.program.stored.items()
-                   if n in self._executor.keys and layout.sharded]  # fmt: skip
+        sharded = [name for _, name, _, layout in self._runner.trained() if layout.sharded]
         name = type(optimizer).__name__
         if sharded and name not in ELEMENTWISE:
             raise InvalidInput(
@@ -116,26 +122,34 @@ class Parallel:
         return optimizer
 
     def local(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's parts of a global batch (inputs, then targets)."""
-        return tuple(self._feeds(tensors).values())
+        """This rank's parts of a global batch (inputs, then targets); of what its stages do not read, no rows."""
+        feeds = self._runner.fed(self._named(tensors))
+        out = []
+        for name, tensor in self._named(tensors).items():
+            dim = self.graph.batch_dim(name)
+            rows = next(([feed[name] for feed in feeds[i]] for i in feeds if name in feeds[i][0]), None)
+            if rows is None:
+                out.append(tensor[:0])
+            else:
+                out.append(rows[0] if len(rows) == 1 or dim is None else torch.cat(rows, dim))
+        return tuple(out)
 
-    def _feeds(self, tensors: Iterable[Any], graph: Graph | None = None) -> dict[str, Tensor]:
-        graph = graph or self.graph
+    def _named(self, tensors: Iterable[Any]) -> dict[str, Tensor]:
         flat = [t for t in pytree.tree_leaves(tuple(tensors)) if isinstance(t, Tensor)]
-        names = (*graph.inputs, *graph.targets)
+        names = (*self.graph.inputs, *self.graph.targets)
         if len(flat) != len(names):
-            raise InvalidInput(f"{len(flat)} tensors given, the model takes {len(graph.inputs)} inputs and "
-                               f"{len(graph.targets)} targets")  # fmt: skip
-        return {name: self._executor.cut(name, tensor) for name, tensor in zip(names, flat, strict=True)}
+            raise InvalidInput(f"{len(flat)} tensors given, the model takes {len(self.graph.inputs)} inputs and "
+                               f"{len(self.graph.targets)} targets")  # fmt: skip
+        return dict(zip(names, flat, strict=True))
 
     def forward_backward(self, *tensors: Any) -> Tensor:
         """Forward, backward and gradient exchange, on whole tensors or this rank's parts; the result is the global loss.
 
         Gradients of the call before are replaced, not added to.
         """
-        loss, _ = self._executor.forward_backward(self._feeds(tensors))
-        self._executor.randomness.step += 1
-        return loss
+        outcome = self._runner.forward_backward(self._named(tensors))
+        self._runner.randomness.step += 1
+        return self._runner.total(outcome)
 
     def step(self, *tensors: Any) -> Tensor:
         """One training step."""
@@ -145,18 +159,28 @@ class Parallel:
         self.optimizer.step()
         return loss
 
+    def timeline(self, *tensors: Any) -> Timeline:
+        """When each rank did what in one forward and backward; all ranks must call, and all get the whole."""
+        events = self._runner.forward_backward(self._named(tensors), record=True).events
+        parts: list[Any] = [events]
+        if self.plan.size > 1:
+            parts = [None] * self.plan.size
+            dist.all_gather_object(parts, events)
+        return Timeline.of(parts)
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm over the whole model is at most `max_norm`; returns the norm before."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._runner.device)
         grads = []
-        for name, tensor in self._executor.state.items():
+        for index, name, tensor, layout in self._runner.trained():
             if tensor.grad is None:
                 continue
             grads.append(tensor.grad)
-            layout, coords = self.program.stored[name], self.world.coords
-            if all(coords[a] == 0 for a in self.world.mesh.names if a not in layout.sharded):  # count replicas once
+            world = self._runner.executors[index].world
+            first = all(world.coords[a] == 0 for a in world.mesh.names if a not in layout.sharded)  # count replicas once
+            if first and self.pipeline.cut.tied.get(name, (index,))[0] == index:
                 total += tensor.grad.double().square().sum()
-        if dist.is_initialized() and self.world.mesh.size > 1:
+        if self.plan.size > 1:
             dist.all_reduce(total)
         norm = total.sqrt()
         scale = max_norm / (norm + 1e-6)
@@ -169,38 +193,36 @@ class Parallel:
         """Loss and whole outputs in eval mode, on the same ranks with the same shards."""
         if self._evaluator is None:
             self._evaluator = self._make_evaluator()
-        executor = self._evaluator
-        out = executor.forward(self._feeds(tensors))
-        program = executor.program
-        outputs = tuple(executor.whole(program.layouts[name], out[name]) for name in program.outputs)
-        return executor.total(out[program.graph.loss]), outputs
+        outcome = self._evaluator.forward(self._named(tensors))
+        return self._evaluator.total(outcome), tuple(self._evaluator.outputs(outcome).values())
 
-    def _make_evaluator(self) -> Executor:
+    def _make_evaluator(self) -> Runner:
         graph = capture(self._model, *_examples(self.plan, self._model), self._loss, train=False)
-        program = lower(graph, replace(self.plan, graph=graph.hash), like=self.program)
-        whole = loader(self._model, self.world, seed=self._seed)
+        made = lowered(graph, replace(self.plan, graph=graph.hash), like=self.pipeline)
 
-        def load(key: str, layout: Layout) -> Tensor:
-            """What training holds, or what only evaluation reads."""
-            name = self._names.get(key)
-            return self._executor.state[name].detach() if name is not None else whole(key, layout)
+        def load(world: World) -> FullTensor:
+            whole = self._loader(world)
 
-        return Executor(replace(program, reductions={}), self.world, load)
+            def part(key: str, layout: Layout) -> Tensor:
+                """What training holds, or what only evaluation reads."""
+                for executor in self._runner.executors.values():
+                    name = next((n for n, k in executor.keys.items() if k == key), "")
+                    if executor.program.stored.get(name) == layout:
+                        return executor.state[name].detach()
+                return whole(key, layout)
+
+            return part
+
+        return Runner(made, load, device=self._runner.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The original module's state_dict, whole, on every rank."""
-        out: dict[str, Tensor] = {}
-        original = self._model.state_dict()
-        aliases = dict(self.graph.aliases)
-        for key, value in original.items():
-            name = self._names.get(aliases.get(key, key))
-            if name is None:
-                load = loader(self._model, self.world, seed=self._seed)
-                out[key] = load(key, Layout.same(value.shape))  # not part of the graph: nothing trains it
-            else:
-                tensor = self._executor.state[name]
-                out[key] = self._executor.whole(self.program.stored[name], tensor).clone()
-        return out
+        aliases, held = dict(self.graph.aliases), self._runner.state()
+        load = self._loader(self._runner.everyone)
+        return {
+            key: held[kept].clone() if (kept := aliases.get(key, key)) in held else load(key, Layout.same(value.shape))
+            for key, value in self._model.state_dict().items()  # what is not part of the graph nothing trains
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of a whole state_dict with the original module's keys."""
@@ -209,13 +231,14 @@ class Parallel:
         if missing:
             raise InvalidInput(f"the state_dict lacks {len(missing)} keys, the first is '{missing[0]}'")
         with torch.no_grad():
-            for key, name in self._names.items():
-                if key not in state:
-                    continue
-                tensor, layout = self._executor.state[name], self.program.stored[name]
-                if tuple(state[key].shape) != layout.shape:
-                    raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {layout.shape}")
-                tensor.copy_(cut(state[key].to(self.world.device), layout, self.world))
+            for executor in self._runner.executors.values():
+                for name, tensor in executor.state.items():
+                    key, layout = executor.keys[name], executor.program.stored[name]
+                    if key not in state:
+                        continue
+                    if tuple(state[key].shape) != layout.shape:
+                        raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {layout.shape}")
+                    tensor.copy_(cut(state[key].to(tensor.device), layout, executor.world))
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fourfold.errors import InvalidInput
 from fourfold.plans import Mesh
 from fourfold.plans.boundary import Side
+from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import Part, Pipeline, Task, check_runnable
 from fourfold.plans.stages import Crossing
 from fourfold.runtime.boundary import Channel, Post, Wait
@@ -335,14 +336,19 @@ class Runner:
         first = self.pipeline.parts[index].stage.ranks[0]
         return self.everyone.summed(loss if self.rank == first else torch.zeros_like(loss), self.everyone.mesh.names)
 
+    def trained(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
+        """Stage, name, tensor and layout of everything on this rank that an optimizer updates."""
+        for index, executor in self.executors.items():
+            for name, tensor in executor.state.items():
+                if tensor.requires_grad:
+                    yield index, name, tensor, executor.program.stored[name]
+
     def named(self) -> list[tuple[str, Tensor]]:
         """The tensors to train, by state_dict key; a further copy on this rank has its stage in the name."""
         out: dict[str, Tensor] = {}
-        for index, executor in self.executors.items():
-            for name, tensor in executor.state.items():
-                key = executor.keys[name]
-                if tensor.requires_grad:
-                    out[key if key not in out else f"{key}@stage{index}"] = tensor
+        for index, name, tensor, _ in self.trained():
+            key = self.executors[index].keys[name]
+            out[key if key not in out else f"{key}@stage{index}"] = tensor
         return list(out.items())
 
     def whole(self, index: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -350,7 +356,7 @@ class Runner:
         part = self.pipeline.parts[index]
         return self.spread(index, part.program.stored[name], tensors.get(name))
 
-    def spread(self, index: int, layout: Any, tensor: Tensor | None) -> Tensor:
+    def spread(self, index: int, layout: Layout, tensor: Tensor | None) -> Tensor:
         """A stage's tensor gathered and given to all ranks; all must call."""
         executor, part = self.executors.get(index), self.pipeline.parts[index]
         whole = executor.whole(layout, tensor).contiguous() if executor is not None and tensor is not None else None
