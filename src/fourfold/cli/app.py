@@ -107,7 +107,7 @@ def plan(
     if strategy is None:
         raise InvalidInput("name a --strategy, as data, filter or spatial; the planner that finds one does not exist yet")
     with voice.working(f"capturing {model}") as say:
-        from fourfold.plans import lower, save_plan
+        from fourfold.plans import pipeline, save_plan
         from fourfold.plans.strategies import parse
         from fourfold.report.record import plan_record
         from fourfold.report.text import plan_text
@@ -118,7 +118,7 @@ def plan(
         say(f"planning {strategy}")
         begun = time.perf_counter()
         made = seen.plan(strategy, ranks=devices)
-        program = lower(seen.graph, made)
+        program = pipeline(seen.graph, made)
         seconds = time.perf_counter() - begun
         if output is not None:
             _written(lambda: save_plan(made, output), output)
@@ -151,7 +151,7 @@ def verify(
 
         chosen = _chosen(plan_file, strategy, batch)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
-        with crew(ranks if chosen is None or ranks is not None else chosen.mesh.size) as team:
+        with crew(ranks if chosen is None or ranks is not None else chosen.size) as team:
             seen, made = _prepared(team, model, chosen, strategy, batch, seed)
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, say=say)
@@ -186,9 +186,9 @@ def train(
 
         chosen = _chosen(plan_file, strategy, batch)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
-        with crew(ranks if chosen is None or ranks is not None else chosen.mesh.size) as team:
+        with crew(ranks if chosen is None or ranks is not None else chosen.size) as team:
             seen, made = _prepared(team, model, chosen, strategy, batch, seed)
-            say(f"starting {made.mesh.size} ranks")
+            say(f"starting {made.size} ranks")
 
             def told(step: int, loss: float, seconds: float) -> None:
                 say(f"step {step} of {steps}")

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fourfold.plans import Compute, Plan, Program
+from fourfold.plans import Compute, Pipeline, Plan, Program
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
@@ -31,21 +31,26 @@ def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
     }
 
 
-def plan_record(plan: Plan, program: Program, *, seconds: float, file: str | None) -> dict[str, Any]:
+def plan_record(plan: Plan, program: Pipeline, *, seconds: float, file: str | None) -> dict[str, Any]:
     """`plan --json`: one candidate. What the oracle would say of it is null."""
-    mesh = dict(plan.mesh.axes)
-    stage = {
-        "ranks": list(range(plan.mesh.size)),
-        "mesh": mesh,
-        "ops": [compute.op.path for compute in program.computes()],
-        "peak_bytes": None,
-    }
+    stages = [
+        {
+            "ranks": list(part.stage.ranks),
+            "mesh": dict(part.stage.mesh.axes),
+            "ops": [compute.op.path for compute in part.program.computes()],
+            "peak_bytes": None,
+        }
+        for part in program.parts
+    ]
+    alike = len({part.stage.mesh for part in program.parts}) == 1
     candidate = {
         "strategy": plan.strategy,
-        "mesh": mesh,
-        "stages": [stage],
-        "microbatches": 1,
-        "schedule": None,
+        "mesh": stages[0]["mesh"] if alike else None,
+        "stages": stages,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule if len(stages) > 1 else None,
+        "zero": plan.zero,
+        "recompute": [[segment.first, segment.last] for segment in plan.recompute],
         "step_seconds": None,
         "interval_seconds": None,
         "breakdown": None,
@@ -58,7 +63,7 @@ def plan_record(plan: Plan, program: Program, *, seconds: float, file: str | Non
     return {
         "model": plan.model,
         "cluster": None,
-        "devices": plan.mesh.size,
+        "devices": plan.size,
         "batch": plan.batch,
         "search_seconds": seconds,
         "best": 0,
@@ -73,7 +78,7 @@ def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, o
     return {
         "model": model,
         "strategy": plan.strategy,
-        "ranks": plan.mesh.size,
+        "ranks": plan.size,
         "plan": plan.to_json(),
         "precision": precision,
         "optimizer": optimizer,
@@ -112,7 +117,7 @@ def train_record(history: History, plan: Plan, *, model: str, precision: str, op
     return {
         "model": model,
         "strategy": plan.strategy,
-        "ranks": plan.mesh.size,
+        "ranks": plan.size,
         "batch": plan.batch,
         "precision": precision,
         "optimizer": optimizer,
@@ -121,7 +126,7 @@ def train_record(history: History, plan: Plan, *, model: str, precision: str, op
         "step_seconds": history.step_seconds,
         "samples_per_second": history.samples_per_second,
         "predicted_seconds": None,
-        "peak_bytes": [None] * plan.mesh.size,
+        "peak_bytes": [None] * plan.size,
     }
 
 
@@ -130,16 +135,20 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def whole_ops(program: Program) -> list[Compute]:
-    """Ops that every rank runs in full: those without a rule, and layers too thin for every axis."""
+def whole_ops(pipeline: Pipeline) -> list[Compute]:
+    """Ops that every rank of their stage runs in full: those without a rule, and layers too thin for every axis."""
+    return [compute for part in pipeline.parts for compute in _whole_ops(part.program)]
+
+
+def _whole_ops(program: Program) -> list[Compute]:
     wide = {axis for axis in program.mesh.names if program.mesh.extent(axis) > 1}
     thin = [c for c in program.computes() if c.nest.anchor and wide and not wide & set(c.split_axes)]
     return [*(program.replicated if wide else ()), *thin]
 
 
-def work_record(program: Program) -> dict[str, Any]:
+def work_record(program: Pipeline) -> dict[str, Any]:
     """How much of the work is split, and what is not."""
-    values, whole = program.graph.values, whole_ops(program)
+    values, whole = program.graph.at(program.plan.batch).values, whole_ops(program)
     return {
         "split_flops_fraction": program.split_flops_fraction,
         "ops_replicated": [compute.op.path for compute in whole],

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.plans import Plan, Program
+from fourfold.plans import Pipeline, Plan, Program
 from fourfold.plans.strategies import LIGHT
 from fourfold.report.record import whole_ops
 from fourfold.report.survey import Limit, Survey
@@ -88,27 +88,39 @@ def _without_rule(ops: Sequence[tuple[str, str]]) -> Iterable[RenderableType]:
     yield table
 
 
-def plan_text(plan: Plan, program: Program, *, file: str | None) -> RenderableType:
+def mesh_text(plan: Plan) -> str:
+    """The mesh, or how many stages on which ranks."""
+    if not plan.stages:
+        return str(plan.mesh)
+    meshes = [str(stage.mesh) if stage.mesh.size > 1 else "1 rank" for stage in plan.stages]
+    alike = f"{len(meshes)} stages of {meshes[0]}" if len(set(meshes)) == 1 else "stages " + " | ".join(meshes)
+    return f"{alike}, {plan.microbatches} micro-batches, {plan.schedule}"
+
+
+def plan_text(plan: Plan, program: Pipeline, *, file: str | None) -> RenderableType:
     """`plan`: the mesh, the splits layer by layer, what stays whole."""
-    wide = [axis for axis in plan.mesh.names if plan.mesh.extent(axis) > 1]
-    table = _table("layers", *(f"{axis} ({plan.mesh.extent(axis)})" for axis in wide), "share of FLOPs>")
-    for first, last, labels, flops in _runs(program, wide):
-        table.add_row(first if first == last else f"{first} .. {last}", *labels, f"{flops:.1%}")
-    head = f"{plan.model}: {plan.strategy} on {plan.mesh}, batch {plan.batch}, graph {plan.graph}"
+    axes = dict.fromkeys(axis for part in program.parts for axis, size in part.stage.mesh.axes if size > 1)
+    table = _table(*(["stage>", "ranks"] if plan.stages else []), "layers", *axes, "share of FLOPs>")
+    total = sum(c.nest.flops for c in program.computes() if c.nest.anchor) or 1
+    for part in program.parts:
+        ranks = f"{part.stage.ranks[0]}-{part.stage.ranks[-1]}" if len(part.stage.ranks) > 1 else str(part.stage.ranks[0])
+        where = [str(part.index), ranks] if plan.stages else []
+        for first, last, labels, flops in _runs(part.program, list(axes)):
+            table.add_row(*where, first if first == last else f"{first} .. {last}", *labels, f"{flops / total:.1%}")
+    head = f"{plan.model}: {plan.strategy} on {mesh_text(plan)}, batch {plan.batch}, graph {plan.graph}"
     lines = [f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"]
     lines += [f"note: {note}" for note in plan.notes] + ([f"written to {file}"] if file else [])
     return Group(Text(head), table, *map(Text, lines))
 
 
 def _runs(program: Program, axes: Sequence[str]) -> list[tuple[str, str, tuple[str, ...], float]]:
-    """Consecutive layers that are split alike: first, last, splits, share of the work."""
+    """Consecutive layers that are split alike: first, last, splits, FLOPs."""
     anchors = [c for c in program.computes() if c.nest.anchor]
-    total = sum(c.nest.flops for c in anchors) or 1
     out: list[tuple[str, str, tuple[str, ...], float]] = []
     for compute in anchors:
         by_axis = compute.labels()
-        labels = tuple(by_axis[axis] for axis in axes)
-        share = compute.nest.flops / total
+        labels = tuple(by_axis.get(axis, "") for axis in axes)
+        share = float(compute.nest.flops)
         if out and out[-1][2] == labels:
             first, _, _, before = out.pop()
             out.append((first, compute.op.path, labels, before + share))
@@ -128,7 +140,7 @@ def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) ->
     worst = verdict.worst
     off = f"NOT EQUAL: {worst.what} {worst.tensor} is off by {worst.error:.1e}, {worst.limit:.1e} allowed"
     lines = [
-        f"{model}: {plan.strategy} on {plan.mesh}, {precision}, against one process ({verdict.reference})",
+        f"{model}: {plan.strategy} on {mesh_text(plan)}, {precision}, against one process ({verdict.reference})",
         f"noise floor {verdict.noise_floor:.1e}; {verdict.program.split_flops_fraction:.1%} of the FLOPs run split over every "
         f"axis; {seconds_text(verdict.seconds)} a step",
         *([f"whole on every rank: {named}"] if whole else []),

@@ -93,9 +93,8 @@ def share(ranks: Ranks | Joined, compute: Callable[[], T]) -> T:
 
 
 def check_count(plan: Plan, count: int) -> None:
-    """Refuse to run a plan on another number of ranks than its mesh has."""
-    if plan.mesh.size != count:
-        raise InvalidInput(
-            f"the plan's mesh {plan.mesh} has {plan.mesh.size} ranks, {count} are asked to run it; "
-            f"use {plan.mesh.size} ranks or plan for {count} devices"
-        )
+    """Refuse to run a plan on another number of ranks than it was made for."""
+    if plan.size != count:
+        what = f"the plan's {len(plan.stages)} stages have" if plan.stages else f"the plan's mesh {plan.mesh} has"
+        raise InvalidInput(f"{what} {plan.size} ranks, {count} are asked to run it; "
+                           f"use {plan.size} ranks or plan for {count} devices")  # fmt: skip

@@ -3,13 +3,16 @@
 The reference is the eager module itself wherever it can be. It cannot where the graph draws random numbers (a split run
 must draw the same masks, so they follow from seed, op and index, not from torch's generator) or casts to float32 by name
 (in float64 the eager module would round there, the program does not): then it is the program on one rank.
+
+Micro-batches change nothing but batch norm's statistics and the masks drawn. A model with batch norm is run eagerly
+on one micro-batch after the other, and its loss taken of all their outputs together; any other model on the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fourfold.graph import Dtype, Graph, Op
-from fourfold.graph.capture import WithLoss
+from fourfold.graph.capture import WithLoss, mean_square
 from fourfold.graph.spec import mapped
 from fourfold.plans import Mesh, Plan
 from fourfold.runtime.subject import Subject, stored_tensors
@@ -33,8 +36,10 @@ class Reference:
     subject: Subject
     optimizer: str = "sgd"
     steps: int = 3
+    microbatches: int = 1
     start: dict[str, Tensor] = field(init=False)
     _singles: dict[int, Trial] = field(init=False, default_factory=dict)
+    _others: dict[int, Reference] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.start = {key: t.detach().clone() for key, t in stored_tensors(self.subject.case).items()}
@@ -42,6 +47,16 @@ class Reference:
     @property
     def kind(self) -> str:
         return PROGRAM if any(_draws(op) or _casts(op) for op in self.subject.graph.ops) else EAGER
+
+    def matching(self, plan: Plan) -> Reference:
+        """The reference for a plan: this one, or one in the plan's micro-batches where they make a difference."""
+        normed = any(op.target.startswith("aten.batch_norm") for op in self.subject.graph.ops)
+        wanted = plan.microbatches if normed or self.kind == PROGRAM else 1
+        if wanted == self.microbatches:
+            return self
+        if wanted not in self._others:
+            self._others[wanted] = replace(self, microbatches=wanted)
+        return self._others[wanted]
 
     @cached_property
     def exact(self) -> Trial:
@@ -74,16 +89,20 @@ class Reference:
 
     def _run(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor]) -> Trial:
         if self.kind == EAGER:
-            return eager_trial(self.subject, state, tensors, precision=precision, optimizer=self.optimizer, steps=self.steps)
+            return eager_trial(
+                self.subject, state, tensors, precision=precision, optimizer=self.optimizer, steps=self.steps,
+                microbatches=self.microbatches,
+            )  # fmt: skip
         graph = self.subject.graph
-        plan = Plan(graph=graph.hash, batch=self.subject.batch, mesh=Mesh.of(data=1))
+        plan = Plan(graph=graph.hash, batch=self.subject.batch, mesh=Mesh.of(data=1), microbatches=self.microbatches)
         task = Task(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
         return run_trial(task, state, tensors)
 
 
 def eager_trial(
-    subject: Subject, state: Mapping[str, Tensor], tensors: list[Tensor], *, precision: str, optimizer: str, steps: int
-) -> Trial:
+    subject: Subject, state: Mapping[str, Tensor], tensors: list[Tensor], *, precision: str, optimizer: str, steps: int,
+    microbatches: int = 1,
+) -> Trial:  # fmt: skip
     """The steps of `run_trial`, by the module itself in this process."""
     case, dtypes = subject.case, PRECISIONS[precision]
     whole = WithLoss(case.module, case.loss).train()
@@ -99,20 +118,42 @@ def eager_trial(
         given = iter([cast(t) for t in tensors])
         values = [next(given) for _ in case.inputs]
         inputs = dict(zip(case.inputs, values, strict=True)) if isinstance(case.inputs, Mapping) else tuple(values)
-        return _steps(whole, inputs, tuple(given), subject.graph, optimizer, steps)
+        forward = partial(_forward, whole, inputs, tuple(given), subject, microbatches)
+        return _steps(whole, forward, subject.graph, optimizer, steps)
     finally:
         for tensor, data in before.values():
             tensor.data, tensor.grad = data, None
 
 
-def _steps(whole: WithLoss, inputs: Any, targets: tuple[Tensor, ...], graph: Graph, optimizer: str, steps: int) -> Trial:
+def _forward(
+    whole: WithLoss, inputs: Any, targets: tuple[Tensor, ...], subject: Subject, microbatches: int
+) -> tuple[Tensor, Any]:
+    """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
+    if microbatches == 1:
+        result: tuple[Tensor, Any] = whole(inputs, targets)
+        return result
+    sizes = Plan(graph="", batch=subject.batch, mesh=Mesh.of(data=1), microbatches=microbatches).sizes
+    flat, spec = pytree.tree_flatten(inputs)
+    dims = [subject.graph.batch_dim(name) for name in subject.graph.inputs]
+    rows = [t.split(sizes, d) if d is not None else [t] * microbatches for t, d in zip(flat, dims, strict=True)]
+    parts = []
+    for m in range(microbatches):
+        given = pytree.tree_unflatten([row[m] for row in rows], spec)
+        parts.append(whole.model(**given) if isinstance(given, Mapping) else whole.model(*given))
+    outputs = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    return (whole.loss(outputs, *targets) if whole.loss else mean_square(outputs)), outputs
+
+
+def _steps(
+    whole: WithLoss, forward: Callable[[], tuple[Tensor, Any]], graph: Graph, optimizer: str, steps: int
+) -> Trial:
     parameters = [p for p in whole.parameters() if p.requires_grad]
     update = optimizer_named(optimizer)(list(parameters)) if parameters else None
     trial = Trial()
     for step in range(steps):
         for parameter in parameters:
             parameter.grad = None
-        loss, outputs = whole(inputs, targets)
+        loss, outputs = forward()
         if loss.requires_grad:
             loss.backward()
         trial.losses.append(float(loss.detach()))

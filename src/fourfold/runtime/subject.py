@@ -13,7 +13,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import WithLoss, capture
 from fourfold.models.material import materialise
 from fourfold.models.spec import Case, build
-from fourfold.plans import Plan, named
+from fourfold.plans import Options, Plan, named
 from fourfold.runtime.parallel import signed
 
 
@@ -34,8 +34,8 @@ class Subject:
         """The model without its arguments."""
         return self.text.partition(",")[0]
 
-    def plan(self, strategy: str, *, ranks: int) -> Plan:
-        plan = named(strategy, self.graph, ranks=ranks, batch=self.batch, model=self.text)
+    def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
+        plan = named(strategy, self.graph, ranks=ranks, batch=self.batch, model=self.text, options=options)
         return signed(plan, self.case.inputs, self.case.targets)
 
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
-from fourfold.plans import Plan, Program, lower
+from fourfold.plans import Pipeline, Plan, pipeline
+from fourfold.plans.pipeline import check_runnable
 from fourfold.runtime.compare import Worst, worst_error
 from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.reference import Reference
@@ -62,7 +63,7 @@ class Verdict:
     noise_floor: float
     plain: bool  # float32: within twice the distance of the one undisturbed run, floor and further runs left aside
     seconds: float
-    program: Program
+    program: Pipeline
 
     @property
     def equal(self) -> bool:
@@ -93,7 +94,9 @@ def verify(
     """
     check_request(precision=precision, optimizer=reference.optimizer, steps=reference.steps)
     check_count(plan, ranks.count)
-    program = lower(subject.graph, plan)
+    program = pipeline(subject.graph, plan)
+    check_runnable(plan)
+    reference = reference.matching(plan)
     with tempfile.TemporaryDirectory(prefix="fourfold-", dir=folder) as temporary:
         data, result = Path(temporary, "data.pt"), Path(temporary, "trial.pt")
         save_data(subject.case, data)
