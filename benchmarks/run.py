@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SECTIONS = ("against_ddp", "against_pipelining", "against_fsdp")
 
 
 def main() -> None:
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     day = datetime.date.today().isoformat()
-    command = [sys.executable, str(HERE / "against_ddp.py"), "--rounds", "25", "-o", str(results / f"{day}-against-ddp.json")]
-    subprocess.run(command, check=True)
+    for section in SECTIONS:
+        output = results / f"{day}-{section.replace('_', '-')}.json"
+        subprocess.run([sys.executable, str(HERE / f"{section}.py"), "--rounds", "25", "-o", str(output)], check=True)
 
 
 if __name__ == "__main__":
