@@ -180,15 +180,16 @@ def _sendable(tensor: Tensor) -> tuple[Tensor, bool]:
     return (tensor.to(torch.uint8), True) if tensor.dtype == torch.bool else (tensor, False)
 
 
-def _by_peer(items: list[Transfer], members: tuple[int, ...]) -> list[Transfer | None]:
+def by_peer(items: list[Transfer], members: tuple[int, ...]) -> list[Transfer | None]:
+    """The transfer with each member of a group, if there is one."""
     found = {t.peer: t for t in items}
     return [found.get(peer) for peer in members]
 
 
 def _all_to_all(step: Step, world: World) -> Launcher:
     members = world.members(step.axes)
-    incoming = _by_peer(transfers(step, world.rank, incoming=True), members)
-    outgoing = _by_peer(transfers(step, world.rank, incoming=False), members)
+    incoming = by_peer(transfers(step, world.rank, incoming=True), members)
+    outgoing = by_peer(transfers(step, world.rank, incoming=False), members)
     me = members.index(world.rank)
     sends = [t.numel if t is not None and k != me else 0 for k, t in enumerate(outgoing)]
     receives = [t.numel if t is not None and k != me else 0 for k, t in enumerate(incoming)]
@@ -197,7 +198,7 @@ def _all_to_all(step: Step, world: World) -> Launcher:
         t.peer == peer for peer in members for t in transfers(step, peer, incoming=True)
     )  # nothing travels in this group, and all its members know it
     group = world.group(step.axes)  # made by all ranks together, also where only other groups will use theirs
-    add = not _tiles([t for t in incoming if t is not None], shape)
+    add = not tiles([t for t in incoming if t is not None], shape)
 
     def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor)
@@ -227,7 +228,7 @@ def _all_to_all(step: Step, world: World) -> Launcher:
     return launch
 
 
-def _tiles(items: list[Transfer], shape: tuple[int, ...]) -> bool:
+def tiles(items: list[Transfer], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover a local tensor exactly once, so that they may be written rather than added."""
     if sum(t.numel for t in items) != math.prod(shape):
         return False

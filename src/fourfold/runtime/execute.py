@@ -22,10 +22,14 @@ from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 from fourfold.runtime.exchange import moved, mover, started
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.recompute import recomputed
 from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.world import World
 
 Env = dict[str, Any]
+BoundStep = tuple[Callable[[Env], None], tuple[str, ...]]
+Bound = list[BoundStep]
+"""Steps as functions, each with the slots nobody reads after it."""
 FullTensor = Callable[[str, Layout], Tensor]
 """Gives this rank's part of the stored tensor with a state_dict key."""
 
@@ -41,7 +45,9 @@ class Executor:
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
         randomness: Randomness | None = None,
+        trains: bool = True,
     ) -> None:
+        """`trains`: False where the tensors are another executor's, which this one only reads."""
         self.programs = {0: program} if isinstance(program, Program) else dict(program)
         self.program, self.world = next(iter(self.programs.values())), world
         program = self.program
@@ -58,14 +64,16 @@ class Executor:
         self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
         self.keys = {p.name: p.key for p in graph.parameters}
         trainable = {n: t for n, t in self.state.items() if t.requires_grad}
-        for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever way their gradients go
+        reductions = program.reductions if trains else {}
+        for axes in sorted(set(reductions.values())):  # by all ranks, whichever way their gradients go
             world.group(axes)
             world.group(axes, "gradients")
-        self.shared = SharedSums(trainable, program.reductions, world)
-        rest = {name: axes for name, axes in program.reductions.items() if name not in self.shared.names}
+        self.shared = SharedSums(trainable, reductions, world)
+        rest = {name: axes for name, axes in reductions.items() if name not in self.shared.names}
         self.gradients = Gradients(trainable, rest, world)
         self._steps = {
-            size: _with_frees(known, [self._bound(step) for step in _reusing(known)]) for size, known in self.programs.items()
+            size: self._segmented(known, _with_frees(known, [self._bound(step) for step in _reusing(known)]))
+            for size, known in self.programs.items()
         }
         self.written: dict[str, Tensor] = {}
         partial = program.layouts[graph.loss].partial if graph.loss else frozenset()
@@ -90,6 +98,42 @@ class Executor:
         if isinstance(step, Move):
             return _move(step, moved(step.exchange, self.world))
         return self._repeat(step)
+
+    def _segmented(self, program: Program, steps: Bound) -> Bound:
+        """The steps, those of each recomputed segment as one."""
+        out, at = [], 0
+        for low, high in program.segments:
+            out += [*steps[at:low], self._segment(program, steps, low, high)]
+            at = high
+        return [*out, *steps[at:]]
+
+    def _segment(self, program: Program, steps: Bound, low: int, high: int) -> BoundStep:
+        inside, randomness = steps[low:high], self.randomness
+        made = {slot for step in program.steps[low:high] for slot in _writes(step)}
+        reads = {slot for step in program.steps[low:high] for slot in _reads(step)} - made
+        later = {slot for step in program.steps[high:] for slot in _reads(step)} | set(program.slots.values())
+        results = sorted(made & later)
+        spent = tuple(slot for _, frees in inside for slot in frees if slot in reads)
+        buffers = reads & {p.name for p in program.graph.parameters if p.buffer}
+
+        def run(env: Env) -> None:
+            given, moment = {slot: env[slot] for slot in reads}, (randomness.step, randomness.microbatch)
+
+            def body(again: bool) -> list[Any]:
+                now, inner = (randomness.step, randomness.microbatch), dict(given)
+                if again:  # running statistics were updated by the first run
+                    inner.update({slot: inner[slot].clone() for slot in buffers})
+                randomness.step, randomness.microbatch = moment
+                for bound, frees in inside:
+                    bound(inner)
+                    for slot in frees:
+                        del inner[slot]
+                randomness.step, randomness.microbatch = now
+                return [inner[slot] for slot in results]
+
+            env.update(zip(results, recomputed(body), strict=True))
+
+        return run, spent
 
     def _repeat(self, step: Repeat) -> Callable[[Env], None]:
         """Passes; the exchange that opens pass j+1 travels while pass j computes."""
@@ -215,7 +259,8 @@ def _reads(step: Step) -> set[str]:
     if isinstance(step, Move):
         return {step.source}
     inner = {slot for body in step.bodies for s in body for slot in _reads(s)}
-    return inner | {slot for slot, _ in step.entries}
+    made = {slot for body in step.bodies for s in body for slot in _writes(s)}
+    return (inner - made) | {slot for slot, _ in step.entries}
 
 
 def _writes(step: Step) -> set[str]:
@@ -226,7 +271,7 @@ def _writes(step: Step) -> set[str]:
     return {outside for _, outside, _ in step.exits}
 
 
-def _with_frees(program: Program, bound: list[Callable[[Env], None]]) -> list[tuple[Callable[[Env], None], tuple[str, ...]]]:
+def _with_frees(program: Program, bound: list[Callable[[Env], None]]) -> Bound:
     """Each step with the slots nobody reads after it."""
     kept = set(program.slots.values())
     last: dict[str, int] = {}
@@ -255,12 +300,18 @@ def _reusing(program: Program) -> list[Step]:
         for slot in _reads(step):
             readers[slot] = readers.get(slot, 0) + 1
     kept = set(program.slots.values())
-    fresh = {s.outputs[0] for s in program.steps if isinstance(s, Compute) and s.op.target.startswith(_FRESH)}
+    home = {k: n for n, (low, high) in enumerate(program.segments) for k in range(low, high)}
+    fresh = {
+        s.outputs[0]: home.get(k)
+        for k, s in enumerate(program.steps)
+        if isinstance(s, Compute) and s.op.target.startswith(_FRESH)
+    }
     out: list[Step] = []
-    for step in program.steps:
+    for k, step in enumerate(program.steps):
         if isinstance(step, Compute) and step.op.inplace and step.nest.kernel == "plain" and step.inputs:
             first = step.inputs[0]
-            if first in fresh and readers[first] == 1 and first not in kept and step.inputs.count(first) == 1:
+            alone = readers[first] == 1 and first not in kept and step.inputs.count(first) == 1
+            if alone and first in fresh and fresh[first] == home.get(k):
                 step = replace(step, op=replace(step.op, target=step.op.inplace))
         out.append(step)
     return out

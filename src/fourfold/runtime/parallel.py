@@ -112,13 +112,15 @@ class Parallel:
         return {executor.keys[name]: tensor for executor in executors for name, tensor in executor.state.items()}
 
     def _checked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        sharded = [name for _, name, _, layout in self._runner.trained() if layout.sharded]
+        programs = {index: executor.program for index, executor in self._runner.executors.items()}
+        sharded = [name for index, name, _, _ in self._runner.trained() if programs[index].updates[name].sharded]
         name = type(optimizer).__name__
         if sharded and name not in ELEMENTWISE:
             raise InvalidInput(
                 f"{name} is not known to update elements one by one, but {len(sharded)} parameters are sharded "
                 f"({sharded[0]}); use one of {', '.join(ELEMENTWISE)} or a plan that keeps them whole"
             )
+        self._runner.follow(optimizer)
         return optimizer
 
     def local(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +215,7 @@ class Parallel:
 
             return part
 
-        return Runner(made, load, device=self._runner.device)
+        return Runner(made, load, device=self._runner.device, trains=False)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The original module's state_dict, whole, on every rank."""

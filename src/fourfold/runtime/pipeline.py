@@ -25,6 +25,7 @@ from fourfold.plans.stages import Crossing
 from fourfold.runtime.boundary import Channel, Post, Wait
 from fourfold.runtime.execute import Executor, FullTensor
 from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.slices import Slices
 from fourfold.runtime.world import World
 from fourfold.timeline import Event
 
@@ -61,13 +62,16 @@ class Runner:
         device: torch.device | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
         randomness: Randomness | None = None,
+        trains: bool = True,
     ) -> None:
+        """`trains`: False where the tensors are another runner's, which this one only reads."""
         check_runnable(pipeline.plan)
-        self.pipeline, self.plan = pipeline, pipeline.plan
+        self.pipeline, self.plan, self.trains = pipeline, pipeline.plan, trains
         self.device = device or torch.device("cpu")
         self.everyone = World.shared(Mesh.of(all=self.plan.size), self.device)
         self.rank, self.randomness = self.everyone.rank, randomness or Randomness()
         self.executors: dict[int, Executor] = {}
+        self.slices: dict[int, Slices] = {}
         self.counters: dict[int, Executor] = {}
         for part in pipeline.parts:
             self._join(part, load, dtypes)
@@ -86,9 +90,13 @@ class Runner:
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
-        self.executors[part.index] = Executor(part.programs, world, load(world), dtypes=dtypes, randomness=self.randomness)
+        executor = Executor(part.programs, world, load(world), dtypes=dtypes, randomness=self.randomness, trains=self.trains)
+        self.executors[part.index] = executor
+        if self.trains:
+            self.slices[part.index] = Slices(executor.program, executor.state, world)
         if part.index in self.pipeline.counts:
-            self.counters[part.index] = Executor(self.pipeline.counts[part.index], world, load(world), dtypes=dtypes)
+            counts = self.pipeline.counts[part.index]
+            self.counters[part.index] = Executor(counts, world, load(world), dtypes=dtypes, trains=False)
 
     def _reset(self) -> None:
         self.held: dict[tuple[int, int], Held] = {}
@@ -170,6 +178,8 @@ class Runner:
             self._run[task.kind](task)
             self._note(str(task), task.kind, start)
         self.post.finish()
+        for slices in self.slices.values():
+            slices.take_gradients()
         return self.outcome
 
     @torch.no_grad()
@@ -344,12 +354,24 @@ class Runner:
                     yield index, name, tensor, executor.program.stored[name]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """The tensors to train, by state_dict key; a further copy on this rank has its stage in the name."""
+        """What an optimizer is given, by state_dict key; a further copy on this rank has its stage in the name.
+
+        Under ZeRO-1 they are slices, and the optimizer must be `follow`ed.
+        """
         out: dict[str, Tensor] = {}
         for index, name, tensor, _ in self.trained():
-            key = self.executors[index].keys[name]
-            out[key if key not in out else f"{key}@stage{index}"] = tensor
+            key, part = self.executors[index].keys[name], self.slices[index].parts.get(name, tensor)
+            out[key if key not in out else f"{key}@stage{index}"] = part
         return list(out.items())
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """After each step of the optimizer, bring what other ranks have updated into this rank's copies."""
+        if any(slices.parts for slices in self.slices.values()):
+            optimizer.register_step_post_hook(lambda *_: self._share())
+
+    def _share(self) -> None:
+        for slices in self.slices.values():
+            slices.share()
 
     def whole(self, index: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor laid out as a stored one of a stage, whole on every rank; all must call. `tensors`: this stage's, if any."""

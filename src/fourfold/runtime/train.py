@@ -81,6 +81,8 @@ class Trainer:
         self.running = runner(task, data["state"], Randomness(seed=seed))
         parameters = [tensor for _, tensor in self.running.named()]
         self.optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
+        if self.optimizer is not None:
+            self.running.follow(self.optimizer)
 
     def step(self, number: int) -> tuple[float, float]:
         """One step on a fresh batch: the global loss and this rank's seconds."""

@@ -95,6 +95,8 @@ def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> 
     feeds = dict(zip(names, inputs, strict=True))
     parameters = [tensor for _, tensor in running.named()]
     optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
+    if optimizer is not None:
+        running.follow(optimizer)
     trial = Trial(facts={"seconds": []})
     for step in range(task.steps):
         running.randomness.step = step

@@ -1,0 +1,90 @@
+"""Several tensors exchanged in one collective.
+
+A layer's weight and bias, or the biases of ten small layers, cost a collective each if they travel alone, and the time of a
+small one is latency. A parcel packs them into one message per peer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.plans.exchange import Step, transfers
+from fourfold.runtime.exchange import by_peer, put, take, tiles
+from fourfold.runtime.world import World
+
+Arrived = Callable[[], list[Tensor]]
+
+
+class Parcel:
+    """Steps of several tensors of one dtype, all along the same axes. `purpose` names the communicator."""
+
+    def __init__(self, steps: Sequence[Step], world: World, purpose: str = "gradients") -> None:
+        axes = steps[0].axes
+        assert all(step.axes == axes for step in steps)
+        members = world.members(axes)
+        self.group, self.me = world.group(axes, purpose), members.index(world.rank)
+        self.shapes = [step.target.local_shape(world.coords) for step in steps]
+        self.takes = [by_peer(transfers(step, world.rank, incoming=True), members) for step in steps]
+        self.gives = [by_peer(transfers(step, world.rank, incoming=False), members) for step in steps]
+        found = zip(self.takes, self.shapes, strict=True)
+        self.tiled = [tiles([t for t in takes if t is not None], shape) for takes, shape in found]
+        self.sends = [sum(t.numel for t in column if t is not None) for column in zip(*self.gives, strict=True)]
+        self.receives = [sum(t.numel for t in column if t is not None) for column in zip(*self.takes, strict=True)]
+        self.sends[self.me] = self.receives[self.me] = 0
+
+    def launch(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Arrived:
+        """Start; the answer waits and gives the results. With `into`, what comes from peers is written there."""
+        pieces = [
+            take(tensor, given.spans).reshape(-1)
+            for k, column in enumerate(zip(*self.gives, strict=True))
+            for tensor, given in zip(tensors, column, strict=True)
+            if given is not None and k != self.me
+        ]
+        packed = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
+        received = packed.new_empty(sum(self.receives))
+        work = dist.all_to_all_single(received, packed, self.receives, self.sends, group=self.group, async_op=True)
+        outs = list(into) if into is not None else [self._own(k, tensor) for k, tensor in enumerate(tensors)]
+
+        def arrived() -> list[Tensor]:
+            work.wait()
+            self._unpack(received, outs)
+            return outs
+
+        return arrived
+
+    def _own(self, number: int, tensor: Tensor) -> Tensor:
+        """A result with what this rank gives itself."""
+        shape, add = self.shapes[number], not self.tiled[number]
+        out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
+        mine, own = self.takes[number][self.me], self.gives[number][self.me]
+        if mine is not None and own is not None:
+            put(out, mine.spans, take(tensor, own.spans), add=add)
+        return out
+
+    def _unpack(self, received: Tensor, outs: Sequence[Tensor]) -> None:
+        offset = 0
+        for k, column in enumerate(zip(*self.takes, strict=True)):
+            for out, taken, tiled in zip(outs, column, self.tiled, strict=True):
+                if taken is not None and k != self.me:
+                    put(out, taken.spans, received[offset : offset + taken.numel].view(taken.shape), add=not tiled)
+                    offset += taken.numel
+
+
+def grouped(steps: Sequence[Step], dtypes: Sequence[torch.dtype], limit: int) -> list[list[int]]:
+    """Numbers of steps that may travel together: neighbours of the same axes and dtype, up to `limit` bytes of result."""
+    out: list[list[int]] = []
+    size = 0
+    for k, step in enumerate(steps):
+        more = math.prod(step.target.shape) * dtypes[k].itemsize
+        alike = bool(out) and (steps[out[-1][0]].axes, dtypes[out[-1][0]]) == (step.axes, dtypes[k])
+        if not alike or size + more > limit:
+            out.append([])
+            size = 0
+        out[-1].append(k)
+        size += more
+    return out

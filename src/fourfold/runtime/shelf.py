@@ -1,0 +1,93 @@
+"""Stored tensors in memory that the ranks of one host share, so that a peer's part is copied and never sent.
+
+Every rank writes its own tensors only, and only when an optimizer updates them; the others read. Barriers of the board
+around the updates keep the two apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.plans.exchange import Step, Transfer, transfers
+from fourfold.plans.layout import Layout
+from fourfold.runtime.board import Board, shared_memory
+from fourfold.runtime.exchange import put, take
+from fourfold.runtime.world import World
+
+Reader = Callable[[Tensor], None]
+_LINE = 64  # bytes: a tensor begins at a cache line
+
+
+class Shelf:
+    """Tensors by rank of the mesh and name, and the board of all ranks."""
+
+    def __init__(self, rows: list[dict[str, Tensor]], board: Board) -> None:
+        self.rows, self.board = rows, board
+
+    @staticmethod
+    def open(kept: Mapping[str, tuple[Layout, torch.dtype]], world: World) -> Shelf | None:
+        """A shelf for tensors laid out so, or None where the ranks share no host with room for it; all must call."""
+        board = everyones_board(world) if kept else None
+        if board is None:
+            return None
+        points = [world.mesh.coords(rank) for rank in range(world.mesh.size)]
+        shapes = [{name: layout.local_shape(at) for name, (layout, _) in kept.items()} for at in points]
+        sizes = [math.prod(shape) * kept[name][1].itemsize for row in shapes for name, shape in row.items()]
+        starts = itertools.accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0)
+        *offsets, total = starts
+        memory = shared_memory(world.group(wide(world)), max(total, _LINE))
+        if memory is None:
+            return None
+        at = iter(offsets)
+        return Shelf([{n: viewed(memory, kept[n][1], shape, next(at)) for n, shape in row.items()} for row in shapes], board)
+
+    def adopt(self, tensors: Mapping[str, Tensor], world: World) -> None:
+        """Move this rank's tensors here; they stay the same objects."""
+        for name, tensor in tensors.items():
+            mine = self.rows[world.rank][name]
+            mine.copy_(tensor.detach())
+            tensor.data = mine
+        self.board.barrier()
+
+
+def wide(world: World) -> tuple[str, ...]:
+    """The axes of more than one rank."""
+    return tuple(axis for axis in world.mesh.names if world.mesh.extent(axis) > 1)
+
+
+def everyones_board(world: World) -> Board | None:
+    """The board of all ranks of a mesh, if they share a host; all must ask."""
+    return world.board(wide(world)) if wide(world) and world.device.type == "cpu" else None
+
+
+def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A tensor in shared memory, on a storage of its own size."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def reader(step: Step, world: World, sources: Sequence[Tensor], *, own: bool = True) -> Reader:
+    """A function that fills a result with what a step takes, read from where each rank keeps its part.
+
+    `own`: also what this rank has itself.
+    """
+    taken = [t for t in transfers(step, world.rank, incoming=True) if own or t.peer != world.rank]
+    ways = [(t.spans, sources[t.peer], _given(step, t.peer, world.rank).spans) for t in taken]
+
+    def read(out: Tensor) -> None:
+        for place, source, spans in ways:
+            put(out, place, take(source, spans), add=False)
+
+    return read
+
+
+def _given(step: Step, giver: int, taker: int) -> Transfer:
+    return next(t for t in transfers(step, giver, incoming=False) if t.peer == taker)
