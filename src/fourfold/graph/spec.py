@@ -171,6 +171,16 @@ class Graph:
         return out
 
     @cached_property
+    def dependent(self) -> frozenset[str]:
+        """Names of the ops whose results depend on the inputs or are drawn at random; the others are of stored tensors alone."""
+        known, out = {*self.inputs, *self.targets}, set()
+        for op in self.ops:
+            if op.random or known & set(op.operands):
+                out.add(op.name)
+                known.update(op.results)
+        return frozenset(out)
+
+    @cached_property
     def producer(self) -> dict[str, Op]:
         return {name: op for op in self.ops for name in op.results}
 

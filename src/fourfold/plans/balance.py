@@ -1,7 +1,8 @@
 """Where to cut a graph into stages of equal work, by FLOPs, until the planner knows better.
 
-Cuts are sought where little is alive: boundaries over which no more bytes cross than over their neighbours. Among those,
-the slowest stage is made as fast as can be, a byte that crosses being charged as so many FLOPs.
+Cuts are sought where little is alive: boundaries over which no more bytes cross than over their neighbours, and not between
+a product and what is done to its result at once (a norm, an activation). Among those, the slowest stage is made as fast
+as can be, a byte that crosses being charged as so many FLOPs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fourfold.errors import Infeasible
-from fourfold.graph import Graph
+from fourfold.graph import Graph, Op
 from fourfold.ops.nest import nest_of
-from fourfold.plans.stages import dependent
 
 FLOPS_PER_BYTE = 100.0
 """What a byte across a boundary counts for while no cluster is known: between a CPU on loopback (30) and fast GPUs on
@@ -24,14 +24,15 @@ InfiniBand (thousands), so that a small tensor is preferred to a large one but n
 def balanced(graph: Graph, batch: int, weights: Sequence[float], *, first: str = "", last: str = "") -> list[str]:
     """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`."""
     concrete = graph.at(batch)
-    fixed = dependent(graph)
+    fixed = graph.dependent
     ops = [op for op in concrete.ops if op.name in fixed]
     paths = [op.path for op in ops]
     low = paths.index(first) if first else 0
     high = paths.index(last) + 1 if last else len(ops)
     work = np.array([float(nest_of(op, concrete).flops) for op in ops[low:high]])
     alive = _alive(concrete, [op.name for op in ops])[low:high]
-    places = _places(work, alive, len(weights))
+    heads = [not _trails(concrete, op) for op in ops[low:high]]
+    places = _places(work, alive, heads, len(weights))
     chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * FLOPS_PER_BYTE, places, weights)
     return [paths[low + k] for k in (0, *chosen)]
 
@@ -50,11 +51,20 @@ def _alive(graph: Graph, names: list[str]) -> np.ndarray:
     return np.cumsum(change)[:-1]
 
 
-def _places(work: np.ndarray, alive: np.ndarray, stages: int) -> list[int]:
+def _trails(graph: Graph, op: Op) -> bool:
+    """Whether an op works on the fresh result of a product, or is an activation of whatever comes before."""
+    if op.pointwise and len(op.operands) == 1:
+        return True
+    maker = graph.producer.get(op.operands[0]) if op.operands else None
+    return maker is not None and nest_of(maker, graph).anchor and not nest_of(op, graph).anchor
+
+
+def _places(work: np.ndarray, alive: np.ndarray, heads: list[bool], stages: int) -> list[int]:
     """Boundaries to choose from: valleys of what is alive or, if those are too few, all with work on both sides."""
     inner = range(1, len(work))
     valleys = [k for k in inner if alive[k] <= alive[k - 1] and (k + 1 == len(work) or alive[k] <= alive[k + 1])]
-    if len(valleys) >= 4 * stages:
+    valleys = [k for k in valleys if heads[k]]
+    if len(valleys) >= 2 * stages:
         return valleys
     busy = np.flatnonzero(work)
     every = [k for k in inner if len(busy) and busy[0] < k <= busy[-1]]

@@ -16,7 +16,6 @@ from fourfold.plans.additive import microbatched
 from fourfold.plans.balance import balanced
 from fourfold.plans.plan import Plan, Segment, Stage, matches
 from fourfold.plans.schedule import schedule_named
-from fourfold.plans.stages import dependent
 
 Base = Callable[[int, int], Plan]
 """From a number of ranks and a batch size to the plan of one stage."""
@@ -42,6 +41,8 @@ class Options:
                 raise InvalidInput(f"--{name} {value}; use at least 1")
         if self.recompute is not None and self.recompute < 0:
             raise InvalidInput(f"--recompute {self.recompute}; use 0 for none, or the number of segments per stage")
+        if self.zero not in (None, 0, 1, 3):
+            raise InvalidInput(f"--zero {self.zero}; use 1 to divide the optimizer's state, 3 for weights too, 0 for neither")
         if self.schedule is not None:
             schedule_named(self.schedule, 1, 1)  # refuses a name nobody knows
 
@@ -127,7 +128,7 @@ def _passes(graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> tuple[Any, .
 
 def _segments(graph: Graph, plan: Plan, count: int) -> tuple[Segment, ...]:
     """Every stage in so many segments of like work."""
-    fixed = dependent(graph)
+    fixed = graph.dependent
     paths = [op.path for op in graph.ops if op.name in fixed]
     begins = [0, *(paths.index(stage.first) for stage in plan.stages[1:])]
     out = []

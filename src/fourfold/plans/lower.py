@@ -18,7 +18,7 @@ from fourfold.plans.exchange import Exchange
 from fourfold.plans.hints import Hints, block_hints, domain_dims
 from fourfold.plans.layout import Layout, Own
 from fourfold.plans.place import Placement, place
-from fourfold.plans.plan import Passes, Plan
+from fourfold.plans.plan import Passes, Plan, Segment
 from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
@@ -86,10 +86,12 @@ class _Lowering:
             self._visit(op)
             at += 1
         slots = self._results()
+        steps = self._deferred()
         return Program(
             graph=self.graph,
             mesh=self.mesh,
-            steps=self._deferred(),
+            steps=steps,
+            segments=_segments(self.plan.recompute, self.graph, steps),
             stored=self.stored,
             updates=self._updates(),
             reductions=self.reductions,
@@ -393,6 +395,28 @@ def reached(graph: Graph) -> set[str]:
         if live & set(op.results) and not op.target.startswith("aten.detach"):
             live.update(name for name in op.operands if graph.values[name].is_float)
     return live
+
+
+def _segments(wanted: tuple[Segment, ...], graph: Graph, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
+    """The steps of each recomputed run of ops, with the parameters gathered for it."""
+    order = {op.path: k for k, op in enumerate(graph.ops)}
+    at: dict[int, int] = {}  # op -> step
+    for k, step in enumerate(steps):
+        inner = step.bodies[0] if isinstance(step, Repeat) else (step,)
+        at.update({order[s.op.path]: k for s in inner if isinstance(s, Compute) and s.op.name in graph.dependent})
+    out: list[tuple[int, int]] = []
+    for segment in wanted:
+        first, last = order.get(segment.first), order.get(segment.last)
+        found = sorted(at[k] for k in at if first is not None and last is not None and first <= k <= last)
+        if not found:
+            continue
+        low = next(k for k in range(found[0], -1, -1) if k == 0 or not _gathers(steps[k - 1]))
+        out.append((max(low, out[-1][1] if out else 0), found[-1] + 1))
+    return tuple((low, high) for low, high in out if low < high)
+
+
+def _gathers(step: Step) -> bool:
+    return isinstance(step, Move) and step.kind == "parameter"
 
 
 def _is_halo(have: Layout, need: Layout, nest: Nest) -> bool:

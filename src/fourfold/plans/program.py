@@ -98,6 +98,7 @@ class Program:
     layouts: Mapping[str, Layout]  # of every value, as produced
     slots: Mapping[str, str]  # outputs, loss and buffer writes -> the slot that holds them
     outputs: tuple[str, ...]
+    segments: tuple[tuple[int, int], ...] = ()  # runs of steps, from one up to another, that backward computes again
 
     def computes(self) -> list[Compute]:
         out: list[Compute] = []

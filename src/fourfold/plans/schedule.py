@@ -29,7 +29,8 @@ class Action:
     other: int = -1  # the micro-batch of the backward half of FB
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}" + (f"/{self.other}" if self.kind == "FB" else "")
+        halves = [f"{half.kind}{half.microbatch}" for half in self.halves if half.microbatch >= 0]
+        return f"{self.stage}{''.join(halves) or '-'}"  # while a pipeline fills and empties, halves are idle
 
     @property
     def halves(self) -> tuple[Action, ...]:

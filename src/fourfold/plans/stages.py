@@ -58,7 +58,7 @@ def _homes(graph: Graph, firsts: Sequence[str]) -> dict[str, set[int]]:
     at = {op.path: k for k, op in enumerate(graph.ops)}
     begins = [0, *(at[first] for first in firsts[1:])]
     place = {op.name: max(s for s, begin in enumerate(begins) if begin <= k) for k, op in enumerate(graph.ops)}
-    fixed = dependent(graph)
+    fixed = graph.dependent
     kept = {graph.loss, *graph.outputs, *(value for _, value in graph.writes)}
     home: dict[str, set[int]] = {}
     for op in reversed(graph.ops):
@@ -67,17 +67,6 @@ def _homes(graph: Graph, firsts: Sequence[str]) -> dict[str, set[int]]:
         else:
             home[op.name] = {s for name in op.results for reader in graph.consumers[name] for s in home[reader.name]}
     return home
-
-
-def dependent(graph: Graph) -> set[str]:
-    """Ops whose results depend on the inputs, or are drawn at random: they run once."""
-    known = {*graph.inputs, *graph.targets}
-    out: set[str] = set()
-    for op in graph.ops:
-        if op.random or known & set(op.operands):
-            out.add(op.name)
-            known.update(op.results)
-    return out
 
 
 def _trained(graph: Graph) -> set[str]:
