@@ -8,11 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold.cli.options import (
+    Batch,
+    Json,
+    Microbatches,
+    Model,
+    Optimizer,
+    PlanFile,
+    RankCount,
+    Recompute,
+    Schedule,
+    Seed,
+    Stages,
+    Strategy,
+    Zero,
+    asked,
+    chosen,
+)
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from fourfold.plans import Plan
+    from fourfold.plans import Options, Plan
     from fourfold.runtime.crew import Joined
     from fourfold.runtime.launch import Ranks
     from fourfold.runtime.subject import Subject
@@ -23,16 +40,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-MODEL = "A built-in name (`fourfold models`), package.module:factory or path/file.py:factory; arguments after commas."
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
-Batch = Annotated[int | None, typer.Option("--batch", help="Global batch size; by default the model's own.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of initial weights and made-up data.")]
-Strategy = Annotated[str | None, typer.Option("--strategy", help="A named strategy, as data, grid:pr=2 or splitbrain:k=2.")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file, as `fourfold plan -o` writes it.")]
-RankCount = Annotated[int | None, typer.Option("--ranks", help="Local processes; by default the plan's. Not under torchrun.")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adamw.")]
 
 
 @app.command()
@@ -99,6 +106,11 @@ def plan(
     devices: Annotated[int, typer.Option("--devices", help="How many ranks to plan for.")],
     strategy: Strategy = None,
     batch: Batch = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    recompute: Recompute = None,
+    zero: Zero = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -114,10 +126,11 @@ def plan(
         from fourfold.runtime.subject import subject
 
         parse(strategy)
+        options = asked(stages, microbatches, schedule, recompute, zero)
         seen = subject(model, batch=batch, data=False)
         say(f"planning {strategy}")
         begun = time.perf_counter()
-        made = seen.plan(strategy, ranks=devices)
+        made = seen.plan(strategy, ranks=devices, options=options)
         program = pipeline(seen.graph, made)
         seconds = time.perf_counter() - begun
         if output is not None:
@@ -135,6 +148,11 @@ def verify(
     steps: Annotated[int, typer.Option("--steps", help="Training steps to compare.")] = 3,
     batch: Batch = None,
     precision: Annotated[str, typer.Option("--precision", help="fp64 or fp32.")] = "fp64",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    recompute: Recompute = None,
+    zero: Zero = None,
     optimizer: Optimizer = "sgd",
     seed: Seed = 0,
     as_json: Json = False,
@@ -149,10 +167,11 @@ def verify(
         from fourfold.runtime.verify import check_request
         from fourfold.runtime.verify import verify as compare
 
-        chosen = _chosen(plan_file, strategy, batch)
+        options = asked(stages, microbatches, schedule, recompute, zero)
+        loaded = chosen(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
-        with crew(ranks if chosen is None or ranks is not None else chosen.size) as team:
-            seen, made = _prepared(team, model, chosen, strategy, batch, seed)
+        with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
+            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, say=say)
     if verdict is None:
@@ -171,6 +190,11 @@ def train(
     steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = 10,
     batch: Batch = None,
     precision: Annotated[str, typer.Option("--precision", help="fp32 or fp64.")] = "fp32",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    recompute: Recompute = None,
+    zero: Zero = None,
     optimizer: Optimizer = "sgd",
     seed: Seed = 0,
     as_json: Json = False,
@@ -184,10 +208,11 @@ def train(
         from fourfold.runtime.train import train as run
         from fourfold.runtime.verify import check_request
 
-        chosen = _chosen(plan_file, strategy, batch)
+        options = asked(stages, microbatches, schedule, recompute, zero)
+        loaded = chosen(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
-        with crew(ranks if chosen is None or ranks is not None else chosen.size) as team:
-            seen, made = _prepared(team, model, chosen, strategy, batch, seed)
+        with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
+            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
             say(f"starting {made.size} ranks")
 
             def told(step: int, loss: float, seconds: float) -> None:
@@ -199,34 +224,18 @@ def train(
     voice.answer(record, lambda: history_text(history))
 
 
-def _chosen(file: Path | None, strategy: str | None, batch: int | None) -> Plan | None:
-    """The plan of a file, or None where a strategy is named; never both."""
-    from fourfold.plans import load_plan
-    from fourfold.plans.strategies import parse
-
-    if (file is None) == (strategy is None):
-        raise InvalidInput("give either --plan FILE or --strategy NAME" + (", not both" if file else ""))
-    if file is None:
-        parse(str(strategy))
-        return None
-    loaded = load_plan(file)
-    if batch is not None and batch != loaded.batch:
-        raise InvalidInput(f"plan {file} is for a batch of {loaded.batch}, --batch is {batch}; leave it out or plan again")
-    return loaded
-
-
 def _prepared(
-    team: Ranks | Joined, model: str, chosen: Plan | None, strategy: str | None, batch: int | None, seed: int
+    team: Ranks | Joined, model: str, loaded: Plan | None, strategy: str | None, options: Options, batch: int | None, seed: int
 ) -> tuple[Subject, Plan]:
     """The model on this process and the plan to run it by; under torchrun the first rank captures for all."""
     from fourfold.runtime.crew import check_count, is_leader, share
     from fourfold.runtime.subject import subject
 
-    size = chosen.batch if chosen is not None else batch
+    size = loaded.batch if loaded is not None else batch
     own = subject(model, batch=size, seed=seed) if is_leader() else None
     graph = share(team, lambda: own.graph if own is not None else None)
     seen = own or subject(model, batch=size, seed=seed, graph=graph)
-    made = chosen if chosen is not None else seen.plan(str(strategy), ranks=team.count)
+    made = loaded if loaded is not None else seen.plan(str(strategy), ranks=team.count, options=options)
     made.check(seen.graph)
     check_count(made, team.count)
     return seen, made

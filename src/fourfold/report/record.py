@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fourfold.plans import Compute, Pipeline, Plan, Program
+from fourfold.report.stages import stage_facts
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ def plan_record(plan: Plan, program: Pipeline, *, seconds: float, file: str | No
             "mesh": dict(part.stage.mesh.axes),
             "ops": [compute.op.path for compute in part.program.computes()],
             "peak_bytes": None,
+            **asdict(facts),
         }
-        for part in program.parts
+        for part, facts in zip(program.parts, stage_facts(program), strict=True)
     ]
     alike = len({part.stage.mesh for part in program.parts}) == 1
     candidate = {

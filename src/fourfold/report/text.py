@@ -13,6 +13,7 @@ from rich.text import Text
 from fourfold.plans import Pipeline, Plan, Program
 from fourfold.plans.strategies import LIGHT
 from fourfold.report.record import whole_ops
+from fourfold.report.stages import options_text, ranks_text, schedule_lines, stage_facts
 from fourfold.report.survey import Limit, Survey
 from fourfold.units import bytes_text, count_text, flops_text, seconds_text
 
@@ -94,23 +95,58 @@ def mesh_text(plan: Plan) -> str:
         return str(plan.mesh)
     meshes = [str(stage.mesh) if stage.mesh.size > 1 else "1 rank" for stage in plan.stages]
     alike = f"{len(meshes)} stages of {meshes[0]}" if len(set(meshes)) == 1 else "stages " + " | ".join(meshes)
-    return f"{alike}, {plan.microbatches} micro-batches, {plan.schedule}"
+    return f"{alike} on {plan.size} ranks" if len({stage.ranks for stage in plan.stages}) < len(meshes) else alike
+
+
+def _head(plan: Plan, model: str, *rest: str) -> RenderableType:
+    """What is planned on what, and more about it: in one line or, where that is too long, in two."""
+    first, second = f"{model}: {plan.strategy} on {mesh_text(plan)}", ", ".join(filter(None, rest))
+    return Text(f"{first}, {second}" if len(first) + 2 + len(second) <= WIDTH else f"{first},\n{second}")
 
 
 def plan_text(plan: Plan, program: Pipeline, *, file: str | None) -> RenderableType:
-    """`plan`: the mesh, the splits layer by layer, what stays whole."""
-    axes = dict.fromkeys(axis for part in program.parts for axis, size in part.stage.mesh.axes if size > 1)
-    table = _table(*(["stage>", "ranks"] if plan.stages else []), "layers", *axes, "share of FLOPs>")
+    """`plan`: the mesh, stages and schedule, the splits layer by layer, what stays whole."""
+    axes = _axes(program)
+    parts = [_head(plan, plan.model, f"batch {plan.batch}", options_text(plan), f"graph {plan.graph}")]
+    if plan.stages:
+        parts += [_stage_table(program), Text("Schedule: stage, F or B, micro-batch")]
+        parts += [Text(line, no_wrap=True) for line in schedule_lines(plan, WIDTH)]
+    if axes or not plan.stages:
+        parts.append(_split_table(program, axes))
+    lines = [f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"] if axes else []
+    lines += [f"note: {note}" for note in plan.notes] + ([f"written to {file}"] if file else [])
+    return Group(*parts, *map(Text, lines))
+
+
+def _axes(program: Pipeline) -> list[str]:
+    """The axes of more than one rank, of all stages."""
+    return list(dict.fromkeys(axis for part in program.parts for axis, size in part.stage.mesh.axes if size > 1))
+
+
+def _stage_table(program: Pipeline) -> Table:
+    """Who has which layers, and what a stage holds and sends."""
+    table = _table("stage>", "ranks", "layers", "FLOPs>", "in flight>", "weights/rank>", "sends/micro-batch>")
+    facts = stage_facts(program)
+    total = sum(fact.flops for fact in facts) or 1
+    for part, fact in zip(program.parts, facts, strict=True):
+        named = [c.op.module or c.op.path for c in part.program.computes() if c.nest.anchor]
+        layers = f"{named[0]} .. {named[-1]}" if len(set(named)) > 1 else "".join(named[:1])
+        share, sent = f"{fact.flops / total:.1%}", _or_none(fact.sent_bytes, bytes_text)
+        weights = _or_none(fact.parameter_bytes, bytes_text)
+        table.add_row(str(part.index), ranks_text(part.stage.ranks), layers, share, str(fact.in_flight), weights, sent)
+    return table
+
+
+def _split_table(program: Pipeline, axes: Sequence[str]) -> Table:
+    """How layers are split, stage by stage."""
+    staged = len(program.parts) > 1
+    table = _table(*(["stage>"] if staged else []), "layers", *axes, "share of FLOPs>")
     total = sum(c.nest.flops for c in program.computes() if c.nest.anchor) or 1
     for part in program.parts:
-        ranks = f"{part.stage.ranks[0]}-{part.stage.ranks[-1]}" if len(part.stage.ranks) > 1 else str(part.stage.ranks[0])
-        where = [str(part.index), ranks] if plan.stages else []
-        for first, last, labels, flops in _runs(part.program, list(axes)):
-            table.add_row(*where, first if first == last else f"{first} .. {last}", *labels, f"{flops / total:.1%}")
-    head = f"{plan.model}: {plan.strategy} on {mesh_text(plan)}, batch {plan.batch}, graph {plan.graph}"
-    lines = [f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"]
-    lines += [f"note: {note}" for note in plan.notes] + ([f"written to {file}"] if file else [])
-    return Group(Text(head), table, *map(Text, lines))
+        for first, last, labels, flops in _runs(part.program, axes):
+            layers = first if first == last else f"{first} .. {last}"
+            table.add_row(*([str(part.index)] if staged else []), layers, *labels, f"{flops / total:.1%}")
+    return table
 
 
 def _runs(program: Program, axes: Sequence[str]) -> list[tuple[str, str, tuple[str, ...], float]]:
@@ -139,14 +175,15 @@ def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) ->
     named = ", ".join(c.op.path for c in whole[:MOST_NAMED]) + (", ..." if len(whole) > MOST_NAMED else "")
     worst = verdict.worst
     off = f"NOT EQUAL: {worst.what} {worst.tensor} is off by {worst.error:.1e}, {worst.limit:.1e} allowed"
+    split = f"{verdict.program.split_flops_fraction:.1%} of the FLOPs run split over every axis"
+    figures = [f"noise floor {verdict.noise_floor:.1e}", *([split] if _axes(verdict.program) else [])]
+    head = _head(plan, model, options_text(plan), precision, f"against one process ({verdict.reference})")
     lines = [
-        f"{model}: {plan.strategy} on {mesh_text(plan)}, {precision}, against one process ({verdict.reference})",
-        f"noise floor {verdict.noise_floor:.1e}; {verdict.program.split_flops_fraction:.1%} of the FLOPs run split over every "
-        f"axis; {seconds_text(verdict.seconds)} a step",
+        "; ".join([*figures, f"{seconds_text(verdict.seconds)} a step"]),
         *([f"whole on every rank: {named}"] if whole else []),
         "EQUAL" if verdict.equal else off,
     ]
-    return Group(Text(lines[0]), table, *(Text(line) for line in lines[1:]))
+    return Group(head, table, *map(Text, lines))
 
 
 def step_text(step: int, steps: int, loss: float, seconds: float) -> str:

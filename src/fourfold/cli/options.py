@@ -1,0 +1,77 @@
+"""The options that several commands share, with their help; and what the five about stages and memory say together.
+
+Nothing heavy is imported here: `--help` must come at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fourfold.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from fourfold.plans import Options, Plan
+
+MODEL = "A built-in name (`fourfold models`), package.module:factory or path/file.py:factory; arguments after commas."
+STRATEGY = "A named strategy, as data, grid:pr=2, splitbrain:k=2 or data+pipeline."
+SCHEDULE = "1f1b-so (the default of pipelines), 1f1b-sno, gpipe or interleaved; only to plan: 1f1b-as, fbp-as."
+RECOMPUTE = "Drop activations and compute them again for backward, in so many segments per stage, as 4; 0: keep all."
+ZERO = "1: divide the optimizer's state over ranks that hold the same weights; 3: the weights too; 0: neither."
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
+Batch = Annotated[int | None, typer.Option("--batch", help="Global batch size; by default the model's own.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of initial weights and made-up data.")]
+Strategy = Annotated[str | None, typer.Option("--strategy", help=STRATEGY)]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file, as `fourfold plan -o` writes it.")]
+RankCount = Annotated[int | None, typer.Option("--ranks", help="Local processes; by default the plan's. Not under torchrun.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adamw.")]
+Stages = Annotated[int | None, typer.Option("--stages", help="Cut the layers into so many pipeline stages, as 2.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", help="Cut every batch into so many, as 8.")]
+Schedule = Annotated[str | None, typer.Option("--schedule", help=SCHEDULE)]
+Recompute = Annotated[int | None, typer.Option("--recompute", metavar="N", help=RECOMPUTE)]
+Zero = Annotated[int | None, typer.Option("--zero", metavar="1|3", help=ZERO)]
+
+
+def asked(
+    stages: int | None, microbatches: int | None, schedule: str | None, recompute: int | None, zero: int | None
+) -> Options:
+    """What was asked of a strategy; refuses at once what no model could satisfy."""
+    from fourfold.plans import Options
+
+    return Options(stages=stages, microbatches=microbatches, schedule=schedule, recompute=recompute, zero=zero)
+
+
+def chosen(file: Path | None, strategy: str | None, batch: int | None, options: Options) -> Plan | None:
+    """The plan of a file, or None where a strategy is named; never both."""
+    from fourfold.plans import load_plan
+    from fourfold.plans.strategies import parse
+
+    if (file is None) == (strategy is None):
+        raise InvalidInput("give either --plan FILE or --strategy NAME" + (", not both" if file else ""))
+    if file is None:
+        parse(str(strategy))
+        return None
+    loaded = load_plan(file)
+    if batch is not None and batch != loaded.batch:
+        raise InvalidInput(f"plan {file} is for a batch of {loaded.batch}, --batch is {batch}; leave it out or plan again")
+    _check_unsaid(file, loaded, options)
+    return loaded
+
+
+def _check_unsaid(file: Path, plan: Plan, options: Options) -> None:
+    """A plan file says everything: refuse an option beside it, even one that agrees."""
+    says = {
+        "stages": f"{len(plan.parts)} stages" if plan.stages else "no stages",
+        "microbatches": f"{plan.microbatches} micro-batches",
+        "schedule": f"schedule {plan.schedule}",
+        "recompute": f"{len(plan.recompute)} segments to recompute",
+        "zero": f"zero {plan.zero}",
+    }
+    for name, words in says.items():
+        value = getattr(options, name)
+        if value is not None:
+            raise InvalidInput(f"plan {file} says {words}, --{name} is {value}; leave --{name} out or plan again")
