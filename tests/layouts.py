@@ -34,6 +34,11 @@ def case(rng: random.Random, *, mesh: Mesh | None = None, halo: bool = True) -> 
     return Exchange(mesh, source, target)
 
 
+def laid(rng: random.Random, mesh: Mesh, shape: list[int]) -> Layout:
+    """A random layout of a produced tensor without partial sums: every index once, along some axes repeated."""
+    return _layout(rng, mesh, shape, {axis: rng.choice([*range(len(shape)), "same"]) for axis in mesh.names})
+
+
 def _layout(rng: random.Random, mesh: Mesh, shape: list[int], states: dict[str, Any]) -> Layout:
     dims = []
     for d, size in enumerate(shape):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.errors import Infeasible
-from fourfold.graph import Graph
+from fourfold.graph import Graph, Ref
 from fourfold.plans.lower import reached
 
 
@@ -112,7 +112,7 @@ def _tied(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
     written: dict[str, int] = {}
     keys: dict[str, str] = {}
     for s, graph in enumerate(graphs):
-        written.update({buffer: s for buffer, _ in graph.writes})
+        written.update({buffer: s for buffer in _written(graph)})
         for parameter in graph.parameters:
             users.setdefault(parameter.name, []).append(s)
             keys[parameter.name] = parameter.key
@@ -122,3 +122,10 @@ def _tied(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
             raise Infeasible(f"buffer {keys[name]} is updated in stage {stage} and read in stage {other}; "
                              "cut the model so that one stage has all its uses")  # fmt: skip
     return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
+
+
+def _written(graph: Graph) -> set[str]:
+    """Buffers that a step changes: those assigned to, and the running statistics that norms in training update themselves."""
+    norms = [op for op in graph.ops if op.target.split(".")[1] in ("batch_norm", "instance_norm") and op.args[5]]
+    tracked = {ref.name for op in norms for ref in op.args[3:5] if isinstance(ref, Ref)}
+    return {*(buffer for buffer, _ in graph.writes), *tracked}
