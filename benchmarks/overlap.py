@@ -1,0 +1,129 @@
+"""`1f1b-so` against `1f1b-sno` on a slow link between two hosts, beside what the replay of the two schedules says.
+
+Two network namespaces joined at `--rate`, one stage each. In the same run each stage's forward and backward of a
+micro-batch is timed (from recorded steps, waiting left out) and the boundary tensor is sent to and fro; with those numbers
+`plans.rehearse.makespan` gives both schedules' times. Needs root and iproute2 (see slow_link.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contest import Times, compared, example, taken_turns, write
+from slow_link import hosts
+
+from fourfold.graph.capture import capture
+from fourfold.plans import Options, Plan, named
+from fourfold.plans.rehearse import makespan
+from fourfold.plans.schedule import schedule_named
+from fourfold.runtime.parallel import Parallel, parallelize, signed
+
+METHOD = (
+    "two network namespaces joined by tc tbf at the rate given, one rank and one stage each, one thread; steps of both "
+    "schedules (forward and backward, no update) alternate, barrier before and after; medians. The replay takes the median "
+    "forward and backward of a stage and micro-batch from recorded steps and half a round trip of the boundary tensor"
+)
+MODEL, ARGUMENTS = "vgg16-cifar", {"batch": 64}
+MICROBATCHES = 8
+SCHEDULES = {"1f1b-sno": "blocking", "1f1b-so": "overlapped"}
+RECORDED = 3  # steps
+
+
+def planned() -> Plan:
+    model, inputs, targets, loss = example(MODEL, ARGUMENTS)
+    options = Options(microbatches=MICROBATCHES, stages=2)
+    plan = named("pipeline", capture(model, inputs, targets, loss), ranks=2, batch=ARGUMENTS["batch"], options=options)
+    return signed(plan, inputs, targets)
+
+
+def bound(plan: Plan, schedule: str) -> tuple[Parallel, tuple[Any, ...]]:
+    model, inputs, targets, loss = example(MODEL, ARGUMENTS)
+    return parallelize(model, replace(plan, schedule=schedule), loss=loss), (*inputs, *targets)
+
+
+def stage_seconds(run: Parallel, given: tuple[Any, ...]) -> dict[str, list[float]]:
+    """The median forward and backward of a micro-batch on each stage."""
+    events = [e for _ in range(RECORDED) for e in run.timeline(*given).events]
+    return {
+        kind: [statistics.median(e.seconds for e in events if e.kind == kind and e.rank == rank) for rank in (0, 1)]
+        for kind in ("F", "B")
+    }
+
+
+def transfer_seconds(run: Parallel) -> float:
+    """Half a round trip of the boundary tensor, both receives posted."""
+    crossing, size = run.pipeline.crossings[0], run.plan.sizes[0]
+    part = run.pipeline.parts[crossing.target]
+    shape = part.slot_layout(crossing.value, size).shape
+    tensor, other, times = torch.zeros(math.prod(shape)), 1 - dist.get_rank(), []
+    for _ in range(7):
+        dist.barrier()
+        start = time.perf_counter()
+        for sender in (0, 1):
+            (dist.send if dist.get_rank() == sender else dist.recv)(tensor, other)
+        times.append((time.perf_counter() - start) / 2)
+    return statistics.median(times)
+
+
+def work(rounds: int) -> None:
+    """One host's part; rank 0 prints the figures."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    plan = planned()
+    runs = {schedule: bound(plan, schedule) for schedule in SCHEDULES}
+    steps = {key: (lambda run=run, given=given: run.forward_backward(*given)) for key, (run, given) in runs.items()}
+    times: Times = taken_turns(steps, rounds, {})
+    seconds = stage_seconds(*runs["1f1b-so"])
+    transfer = transfer_seconds(runs["1f1b-so"][0])
+    if dist.get_rank() == 0:
+        print(json.dumps({"times": times, "stages": seconds, "transfer": transfer}), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads need not be waited for
+
+
+def row(rate: str, found: dict[str, Any]) -> dict[str, Any]:
+    replayed = {
+        schedule: makespan(schedule_named(schedule, 2, MICROBATCHES), found["stages"]["F"], found["stages"]["B"],
+                           found["transfer"], transfers)
+        for schedule, transfers in SCHEDULES.items()
+    }  # fmt: skip
+    result = compared(found["times"], peer="1f1b-sno", ours="1f1b-so")
+    return {"rate": rate, "model": MODEL, **ARGUMENTS, "microbatches": MICROBATCHES, **result, "replayed_seconds": replayed,
+            "replayed_ratio": replayed["1f1b-sno"] / replayed["1f1b-so"], **found}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="100mbit,200mbit,1gbit")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-o", "--output")
+    options = parser.parse_args()
+    if options.worker:
+        work(options.rounds)
+    rows = []
+    for rate in options.rates.split(","):
+        with hosts(count=2, rate=rate) as run:
+            said = run([sys.executable, str(Path(__file__)), "--worker", "--rounds", str(options.rounds)], timeout=900)
+        rows.append(row(rate, json.loads(said[0].strip().splitlines()[-1])))
+        last, sr = rows[-1], rows[-1]["transfer"]
+        print(f"{rate}: 1f1b-sno {last['peer_seconds'] * 1e3:.0f} ms, 1f1b-so {last['ours_seconds'] * 1e3:.0f} ms, "
+              f"{last['throughput_ratio']:.3f} x; replay {last['replayed_seconds']['1f1b-sno'] * 1e3:.0f} and "
+              f"{last['replayed_seconds']['1f1b-so'] * 1e3:.0f} ms, {last['replayed_ratio']:.3f} x "
+              f"(a transfer takes {sr * 1e3:.1f} ms)", flush=True)  # fmt: skip
+    write(options.output, METHOD, rows)
+
+
+if __name__ == "__main__":
+    main()
