@@ -15,6 +15,7 @@ import os
 import platform
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -108,16 +109,22 @@ class Board:
         return rows[:, :size].clone().view(row.dtype).view(self.count, *row.shape)
 
     def _wait(self) -> None:
-        counters, target, spins, deadline = self._counters, self.round, 0, 0.0
-        while int(counters.min()) < target:
-            spins += 1
-            if spins < _SPINS:
-                os.sched_yield()
-                continue
-            time.sleep(min(_NAP * (spins // _SPINS), 1e-3))
-            if spins % _SPINS == 0:
-                now = time.monotonic()
-                deadline = deadline or now + self.timeout
-                if now > deadline:
-                    late = [k for k in range(self.count) if int(counters[k]) < target]
-                    raise WorkerFailed(f"ranks {late} of a group did not take part within {self.timeout:.0f} s")
+        wait_for(self._counters, self.round, self.timeout)
+
+
+def wait_for(counters: Any, target: int, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Wait until every rank's counter has reached a number, doing something useful between looks."""
+    spins, deadline = 0, 0.0
+    while int(counters.min()) < target:
+        meanwhile()
+        spins += 1
+        if spins < _SPINS:
+            os.sched_yield()
+            continue
+        time.sleep(min(_NAP * (spins // _SPINS), 1e-3))
+        if spins % _SPINS == 0:
+            now = time.monotonic()
+            deadline = deadline or now + timeout
+            if now > deadline:
+                late = [k for k, reached in enumerate(counters) if int(reached) < target]
+                raise WorkerFailed(f"ranks {late} of a group did not take part within {timeout:.0f} s")

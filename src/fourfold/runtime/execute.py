@@ -25,6 +25,7 @@ from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.recompute import recomputed
 from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.world import World
+from fourfold.runtime.zero import Weights
 
 Env = dict[str, Any]
 BoundStep = tuple[Callable[[Env], None], tuple[str, ...]]
@@ -71,6 +72,7 @@ class Executor:
         self.shared = SharedSums(trainable, reductions, world)
         rest = {name: axes for name, axes in reductions.items() if name not in self.shared.names}
         self.gradients = Gradients(trainable, rest, world)
+        self.weights = Weights(self.programs if trains else {}, self.state, world)
         self._steps = {
             size: self._segmented(known, _with_frees(known, [self._bound(step) for step in _reusing(known)]))
             for size, known in self.programs.items()
@@ -94,9 +96,9 @@ class Executor:
 
     def _bound(self, step: Step) -> Callable[[Env], None]:
         if isinstance(step, Compute):
-            return _compute(step, build(step, self.local))
+            return _compute(step, self.weights.watched(step, build(step, self.local)))
         if isinstance(step, Move):
-            return _move(step, moved(step.exchange, self.world))
+            return self.weights.bound(step) or _move(step, moved(step.exchange, self.world))
         return self._repeat(step)
 
     def _segmented(self, program: Program, steps: Bound) -> Bound:
@@ -166,10 +168,11 @@ class Executor:
     def forward(self, feeds: Mapping[str, Tensor], size: int = 0) -> Env:
         """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
         env: Env = {**self.state, **self.written, **self.constants, **feeds}
-        for run, frees in self._steps[size]:
-            run(env)
-            for slot in frees:
-                del env[slot]
+        with self.weights.saving(size):
+            for run, frees in self._steps[size]:
+                run(env)
+                for slot in frees:
+                    del env[slot]
         program = self.programs[size]
         out = {name: env[slot] for name, slot in program.slots.items()}
         self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
@@ -179,6 +182,7 @@ class Executor:
         """Forget the gradients of the step before."""
         for tensor in self.state.values():
             tensor.grad = None
+        self.weights.begin()
 
     @torch.no_grad()
     def settle(self) -> None:
