@@ -193,6 +193,7 @@ class Executor:
 
     def finish(self) -> None:
         """Complete the gradients and the buffers of a step."""
+        self.weights.finish()
         self.gradients.finish()
         self.shared.finish()
         self.settle()
