@@ -114,9 +114,10 @@ class Runner:
 
     def _fed(self, index: int, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         executor = self.executors[index]
-        names = [n for n in tensors if n in executor.program.stored]
-        rows = {name: self._micro(executor, name, tensors[name]) for name in names}
-        feeds = [{name: rows[name][m] for name in names} for m in range(self.plan.microbatches)]
+        readers = [r for r in (executor, self.counters.get(index)) if r is not None]
+        homes = {n: next((r for r in readers if n in r.program.stored), None) for n in tensors}
+        rows = {name: self._micro(home, name, tensors[name]) for name, home in homes.items() if home is not None}
+        feeds = [{name: pieces[m] for name, pieces in rows.items()} for m in range(self.plan.microbatches)]
         scales = [n for n in self.pipeline.loss.scales if n in executor.program.stored]
         values = self._scales(index, feeds) if scales else {}
         for feed in feeds:
@@ -225,8 +226,8 @@ class Runner:
         self.randomness.microbatch = m
         came = self.ready.pop((stage, m), {})
         live = self.pipeline.cut.live
-        leaves = {n: t.requires_grad_() for n, t in came.items() if n in live and torch.is_grad_enabled()}
-        out = executor.forward({**self.feeds[stage][m], **came}, self.plan.sizes[m])
+        leaves = {n: t.detach().requires_grad_() for n, t in came.items() if n in live and torch.is_grad_enabled()}
+        out = executor.forward({**self.feeds[stage][m], **came, **leaves}, self.plan.sizes[m])  # of a rank's own: a leaf each
         loss = out[part.graph.loss] if part.graph.loss else None
         sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == stage)
         edges = {n: get_gradient_edge(out[n]) for n in sent if n in live and out[n].requires_grad}
