@@ -13,7 +13,10 @@ from typing import Literal, get_args
 
 from fourfold.errors import InvalidInput
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "shared_gather", "shared_sum"
+]
+"""The last two go through memory that the ranks of one node share: small gathers, and sums of gradients."""
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
@@ -21,8 +24,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 class Curve:
     """The times of one collective in groups of one size that reach up to one link level.
 
-    A size is in bytes: of the tensor (`all_reduce`, `broadcast`, `send`), of one rank's part (`all_gather`,
-    `reduce_scatter`), of all that a rank gives to others (`all_to_all`).
+    A size is in bytes: of the tensor (`all_reduce`, `broadcast`, `send`, `shared_sum`), of one rank's part (`all_gather`,
+    `reduce_scatter`, `shared_gather`), of all that a rank gives to others (`all_to_all`).
     """
 
     collective: Collective

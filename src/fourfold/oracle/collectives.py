@@ -112,6 +112,18 @@ def neighbour_time(channel: Channel, size: float, *, neighbours: int) -> float:
     return neighbours * channel.latency + size * channel.border if channel.ranks > 1 else 0.0
 
 
+def shared_gather_time(channel: Channel, size: float) -> float:
+    """alpha + p m beta, m bytes of one rank's part: each writes its own and reads all. Wrong where ranks outnumber cores: one
+    that is not running is waited for."""
+    return channel.latency + channel.ranks * size * channel.border
+
+
+def shared_sum_time(channel: Channel, size: float) -> float:
+    """3 alpha + 3 m beta, m bytes of the tensor: put, add up a slice of all rows, copy the others' slices; a barrier after
+    each. Wrong as the gather is."""
+    return 3 * (channel.latency + size * channel.border)
+
+
 FORMULAS: dict[Collective, Callable[[Channel, float], float]] = {
     "all_reduce": allreduce_time,
     "all_gather": allgather_time,
@@ -119,4 +131,6 @@ FORMULAS: dict[Collective, Callable[[Channel, float], float]] = {
     "all_to_all": alltoall_time,
     "broadcast": broadcast_time,
     "send": send_time,
+    "shared_gather": shared_gather_time,
+    "shared_sum": shared_sum_time,
 }

@@ -1,0 +1,202 @@
+"""Time of a lowered plan on a cluster: its stages priced, its action lists replayed, the step told apart by terms.
+
+Every instant of the lane that ends last belongs to one term, its waiting to what it waits for. The interval is the step
+with all its items moved by half their spread at once, and by how far whole runs of the machine drift: items of one run are
+slow together, so their spreads are added, not averaged away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fourfold.errors import Infeasible
+from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle.prices import Prices
+from fourfold.oracle.replay import Lane, Machine, Replay, Work
+from fourfold.oracle.stage import CATEGORIES, Category, Item, StagePrices, total
+from fourfold.plans.boundary import Side, incoming
+from fourfold.plans.pipeline import Pipeline
+from fourfold.timeline import Timeline
+
+DRIFT = 0.05
+"""How far the median step of one run lies from another's on an idle machine, relative: repeated runs of the same program on
+two cores gave 3 to 7 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one step will take."""
+
+    step_seconds: float
+    interval: tuple[float, float]
+    breakdown: Mapping[Category, float]
+    timeline: Timeline
+    measured_share: float  # of the compute seconds, how much rests on measured kernels
+    stages: tuple[Mapping[str, float], ...]  # per stage: forward and backward of the first micro-batch, sums, update
+
+
+def estimate(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Estimate:
+    """The predicted step of a plan on a cluster."""
+    plan, cluster = pipeline.plan, prices.cluster
+    if plan.size > cluster.size:
+        raise Infeasible(f"the plan needs {plan.size} devices, cluster {cluster.name!r} has {cluster.size} in use; "
+                         "plan for fewer or ask for more")  # fmt: skip
+    return _Estimating(pipeline, prices, optimizer).run()
+
+
+class _Estimating:
+    def __init__(self, pipeline: Pipeline, prices: Prices, optimizer: str) -> None:
+        self.pipeline, self.prices, self.optimizer = pipeline, prices, optimizer
+        self.plan, self.cluster = pipeline.plan, prices.cluster
+        dtypes: dict[str, str] = {"float32": "float64"} if prices.precision == "fp64" else {}
+        self.dtypes = dtypes
+        live = pipeline.cut.live
+        self.stages = {
+            (part.index, size): StagePrices(part, size, prices, live, dtypes)
+            for part in pipeline.parts
+            for size in part.programs
+        }
+        self.items: dict[tuple[int, str, int], list[Item]] = {}
+        for (index, size), stage in self.stages.items():
+            self.items[index, "F", size], self.items[index, "B", size] = stage.forward(), stage.backward()
+        self.sums = {part.index: self._stage(part.index).reductions() for part in pipeline.parts}
+
+    def _stage(self, index: int) -> StagePrices:
+        return self.stages[index, self.plan.sizes[0]]
+
+    def run(self) -> Estimate:
+        lanes = [self._lane(ranks) for ranks in self.pipeline.places]
+        machine = Machine(cores={self.cluster.node(r): self.cluster.device(r).cores for r in range(self.plan.size)})
+        timeline = Replay(lanes, machine, self._work(), self._messages()).run()
+        ends = {lane.first: max((e.end for e in timeline.events if e.rank == lane.first), default=0.0) for lane in lanes}
+        updates = {lane.first: self._update(lane.first) for lane in lanes}
+        critical = max(ends, key=lambda first: ends[first] + updates[first])
+        terms = self._terms(timeline, critical, updates[critical])
+        step = ends[critical] + updates[critical]
+        half = 0.5 * self._spread(critical) + DRIFT * step
+        every = [item for items in self.items.values() for item in items if item.category == "compute"]
+        known = total(i for i in every if i.source == "measured") / (total(every) or 1.0)
+        return Estimate(
+            step_seconds=step,
+            interval=(max(step - half, 0.0), step + half),
+            breakdown=terms,
+            timeline=timeline,
+            measured_share=known,
+            stages=tuple(self._stage_record(part.index) for part in self.pipeline.parts),
+        )
+
+    def _stage_record(self, index: int) -> dict[str, float]:
+        size = self.plan.sizes[0]
+        rank = self.pipeline.parts[index].stage.ranks[0]
+        return {
+            "forward": total(self.items[index, "F", size]),
+            "backward": total(self.items[index, "B", size]),
+            "gradient_exchange": total(self.sums[index]),
+            "update": self.prices.update(self.optimizer, self._stage(index).updated_bytes(), rank),
+        }
+
+    def _lane(self, ranks: tuple[int, ...]) -> Lane:
+        counts: dict[int, int] = {}
+        for rank in ranks:
+            counts[self.cluster.node(rank)] = counts.get(self.cluster.node(rank), 0) + 1
+        return Lane(first=ranks[0], tasks=self.pipeline.tasks(ranks[0]), nodes=tuple(counts.items()))
+
+    def _work(self) -> dict[tuple[int, str, int], Work]:
+        out: dict[tuple[int, str, int], Work] = {}
+        for part in self.pipeline.parts:
+            out[part.index, "reduce", 0] = self._priced(self.sums[part.index])
+            for m, size in enumerate(self.plan.sizes):
+                for kind in ("F", "B"):
+                    out[part.index, kind, m] = self._priced(self.items[part.index, kind, size])
+        return {**out, (0, "tie", 0): Work(seconds=0.0, still=self._ties())}
+
+    def _priced(self, items: list[Item]) -> Work:
+        """Messages between nodes of processors take no core of theirs to speak of; within one they are copies."""
+        alone = len({self.cluster.node(r) for r in range(self.plan.size)}) > 1
+        still = total(i for i in items if i.meets) if alone else 0.0
+        seconds = total(items) - still
+        busy = sum(i.seconds * i.busy for i in items if not (alone and i.meets)) / seconds if seconds else 1.0
+        return Work(seconds=seconds, busy=max(busy, 1.0), still=still)
+
+    def _messages(self) -> dict[tuple[int, int, str], float]:
+        """Seconds of what one stage sends another for one micro-batch, the ranks of both in parallel."""
+        out: dict[tuple[int, int, str], float] = {}
+        size = self.plan.sizes[0]
+        for crossing in self.pipeline.crossings:
+            ends = [(crossing.source, crossing.target, "F")]
+            ends += [(crossing.target, crossing.source, "B")] if crossing.gradient else []
+            for source, target, way in ends:
+                seconds = self._message(source, target, crossing.value, size)
+                out[source, target, way] = out.get((source, target, way), 0.0) + seconds
+        return out
+
+    def _message(self, source: int, target: int, value: str, size: int) -> float:
+        here, there = (self._side(stage, value, size) for stage in (source, target))
+        dtype = self.pipeline.loss.graph.values[value].dtype
+        item = ITEM_BYTES[self.dtypes.get(dtype, dtype)]
+        slowest = 0.0
+        for rank in there.ranks:
+            for transfer in incoming(here, there, rank):
+                if transfer.peer != rank:
+                    cost = self.prices.collective("send", ((transfer.peer, rank),), float(transfer.numel * item))
+                    slowest = max(slowest, cost.seconds)
+        return slowest
+
+    def _side(self, stage: int, value: str, size: int) -> Side:
+        part = self.pipeline.parts[stage]
+        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
+
+    def _ties(self) -> float:
+        """Seconds to add up the gradients of tied parameters: to the owner and back, one after the other."""
+        seconds = 0.0
+        for name, (owner, *others) in self.pipeline.cut.tied.items():
+            spec = self.pipeline.loss.graph.values[name]
+            size = float(spec.numel * ITEM_BYTES[self.dtypes.get(spec.dtype, spec.dtype)])
+            home = self.pipeline.parts[owner].stage.ranks
+            for stage in others:
+                away = self.pipeline.parts[stage].stage.ranks
+                if away[0] != home[0]:
+                    part = size / max(min(len(home), len(away)), 1)
+                    seconds += 2 * self.prices.collective("send", ((home[0], away[0]),), part).seconds
+        return seconds
+
+    def _update(self, first: int) -> float:
+        parts = [part for part in self.pipeline.parts if first in part.stage.ranks]
+        cores = self.cluster.device(first).cores
+        crowd = max(1.0, self.cluster.sharers(first) / cores) if cores else 1.0
+        return crowd * sum(self.prices.update(self.optimizer, self._stage(p.index).updated_bytes(), first) for p in parts)
+
+    def _terms(self, timeline: Timeline, lane: int, update: float) -> dict[Category, float]:
+        out: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
+        sizes = self.plan.sizes
+        for event in (e for e in timeline.events if e.rank == lane):
+            if event.kind in ("F", "B"):
+                stage, m = _numbers(event.action, event.kind)
+                items = self.items[stage, event.kind, sizes[m]]
+                whole = total(items) or 1.0
+                for item in items:
+                    out[item.category] += event.seconds * item.seconds / whole
+                if not total(items):
+                    out["other"] += event.seconds
+            else:
+                out["pipeline" if event.kind in ("wait", "send", "receive") else "gradient_exchange"] += event.seconds
+        out["update"] += update
+        idle = max((e.end for e in timeline.events if e.rank == lane), default=0.0) + update - sum(out.values())
+        out["other"] += idle
+        return out
+
+    def _spread(self, lane: int) -> float:
+        parts = [part for part in self.pipeline.parts if lane in part.stage.ranks]
+        return sum(
+            item.spread
+            for part in parts
+            for size in self.plan.sizes
+            for kind in ("F", "B")
+            for item in self.items[part.index, kind, size]
+        ) + sum(item.spread for part in parts for item in self.sums[part.index])
+
+
+def _numbers(action: str, kind: str) -> tuple[int, int]:
+    stage, _, microbatch = action.partition(kind)
+    return int(stage), int(microbatch)

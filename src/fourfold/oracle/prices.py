@@ -1,0 +1,98 @@
+"""What things cost on a cluster, by the best knowledge there is: measured for this very shape, else an efficiency curve
+fitted on such devices, else the roofline.
+
+Roofline: ``launch + max(flops / rate, bytes / bandwidth)``, seconds; the rate and bandwidth are those of one rank: on a
+shared processor, of the threads it has. It is too low: no kernel reaches either limit (Williams et al. 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fourfold.cluster import Cluster, Collective, Device, Precision
+from fourfold.oracle.collectives import FREE, Cost, collective_cost
+from fourfold.oracle.kernels import Kernel
+from fourfold.oracle.traffic import Traffic, traffic
+
+Source = Literal["measured", "fitted", "roofline"]
+OPTIMIZER_PASSES = {"sgd": 3, "momentum": 5, "adamw": 7}
+"""Times an update reads or writes a parameter-sized tensor: parameter in and out and gradient; momentum in and out; two
+moments in and out."""
+SHARED_BYTES = 64 * 1024
+"""Sums of up to so many bytes go through shared memory on a node of processors (`runtime.board`)."""
+UNKNOWN_SPREAD = {"measured": 0.05, "fitted": 0.15, "roofline": 0.4}
+"""Relative uncertainty of a time by where it comes from, where none was recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """Seconds of a kernel's forward and backward on one rank alone, and the factor when all ranks of a node are busy."""
+
+    forward: float
+    backward: float
+    busy: float = 1.0
+    spread: float | None = None  # relative, between quartiles
+    source: Source = "measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """A cluster with the tables at hand. `kernels`: measured times by kernel key; `update`: seconds per byte of parameters."""
+
+    cluster: Cluster
+    precision: Precision = "fp32"
+    kernels: Mapping[str, KernelTime] = field(default_factory=dict)
+    efficiency: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # kind -> (FLOPs or bytes, fraction)
+    update_seconds: Mapping[str, float] = field(default_factory=dict)  # optimizer -> seconds per byte of parameters
+    _traffic: dict[tuple[tuple[int, ...], ...], Traffic] = field(default_factory=dict, compare=False)
+
+    def kernel(self, kernel: Kernel, rank: int) -> KernelTime:
+        """The time of a kernel on a rank's device."""
+        found = self.kernels.get(kernel.key)
+        if found is not None:
+            return found
+        device = self.cluster.device(rank)
+        forward = self._roofline(kernel, kernel.flops, kernel.moved, device, rank)
+        backward = self._roofline(kernel, kernel.backward_flops, kernel.backward_moved, device, rank)
+        return KernelTime(forward=forward, backward=backward, source="roofline")
+
+    def _roofline(self, kernel: Kernel, flops: float, moved: float, device: Device, rank: int) -> float:
+        if not moved or kernel.empty:
+            return 0.0
+        share = self.share(rank)
+        precision: Precision = "fp64" if kernel.results[0].dtype == "float64" else self.precision
+        return device.launch + max(flops / (device.rate(precision) * share), moved / (device.bandwidth * share))
+
+    def gradient_sum(self, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
+        """The time of summing gradients after backward: through shared memory within a node of processors."""
+        return self.collective("shared_sum" if self.together(groups) else "all_reduce", groups, size)
+
+    def together(self, groups: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether every group lies on one node whose processor its ranks share."""
+        nodes = [{self.cluster.node(rank) for rank in group} for group in groups]
+        return all(len(found) == 1 for found in nodes) and all(self.cluster.device(g[0]).kind == "cpu" for g in groups)
+
+    def share(self, rank: int) -> float:
+        """The part of its device a rank computes with: on a processor, its threads; taking turns on cores is the replay's."""
+        cores = self.cluster.device(rank).cores
+        return max(1, cores // self.cluster.sharers(rank)) / cores if cores else 1.0
+
+    def collective(self, kind: Collective, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
+        """The time of a collective of several groups at once; `size` in bytes as `cluster.Curve` says."""
+        if size <= 0 or all(len(group) == 1 for group in groups):
+            return FREE
+        if kind == "all_reduce" and size <= SHARED_BYTES and self.together(groups):
+            kind = "shared_gather"
+        if groups not in self._traffic:
+            self._traffic[groups] = traffic(self.cluster, groups)
+        return collective_cost(self.cluster, self._traffic[groups], kind, size)
+
+    def update(self, optimizer: str, size: float, rank: int) -> float:
+        """Seconds to update parameters of so many bytes: measured, or as many passes over memory as it takes."""
+        per_byte = self.update_seconds.get(optimizer)
+        if per_byte is None:
+            device = self.cluster.device(rank)
+            per_byte = OPTIMIZER_PASSES[optimizer] / (device.bandwidth * self.share(rank))
+        return per_byte * size
