@@ -212,11 +212,28 @@ class _Stages:
         self._whole: dict[tuple[Mesh, int], Program] = {}
 
     def part(self, index: int, stage: Stage, like: Program | None) -> Part:
-        programs: dict[int, Program] = {}
-        for size in dict.fromkeys(self.plan.sizes):
-            programs[size] = self._program(index, stage, size, like)
-            like = programs[size]
+        first, *others = dict.fromkeys(self.plan.sizes)
+        programs = {first: self._program(index, stage, first, like)}
+        for size in others:
+            alike = self._program(index, stage, size, programs[first]) if like is not None else None
+            programs[size] = alike or self._alike(index, stage, size, programs[first])
         return Part(index=index, stage=stage, graph=self.made.graphs[index], programs=programs)
+
+    def _alike(self, index: int, stage: Stage, size: int, known: Program) -> Program:
+        """The program of another size of micro-batch, its parameters kept and their gradients summed as the known one does.
+
+        Mostly it comes out so by itself. Told beforehand how parameters lie, what is computed of them alone may be placed
+        otherwise, and then their gradients are other sums.
+        """
+        found = self._program(index, stage, size, None)
+        if any(found.stored[p.name] != known.stored[p.name] for p in found.graph.parameters if p.name in found.stored):
+            found = self._program(index, stage, size, known)
+        if found.reductions != known.reductions:
+            keys = {p.name: p.key for p in found.graph.parameters}
+            name = next(n for n in keys if found.reductions.get(n) != known.reductions.get(n))
+            raise Infeasible(f"stage {index} would sum the gradient of {keys[name]} otherwise for micro-batches of {size} than "
+                             f"for those of {max(self.plan.sizes)}; use micro-batches of one size")  # fmt: skip
+        return found
 
     def _program(self, index: int, stage: Stage, size: int, like: Program | None) -> Program:
         plan, graph = self.plan.within(stage, size), self.made.graphs[index]
