@@ -71,13 +71,21 @@ class Kernel:
         return any(word in f"{self.target} {self.way}" for word in MATRIX)
 
 
-def kernel_of(step: Compute, graph: Graph, coords: Coords, gradients: Mapping[str, bool]) -> Kernel:
-    """The kernel of a step on the rank at the given coordinates. `gradients`: which values have one."""
+def kernel_of(
+    step: Compute, graph: Graph, coords: Coords, gradients: Mapping[str, bool], dtypes: Mapping[str, str] | None = None
+) -> Kernel:
+    """The kernel of a step on the rank at the given coordinates. `gradients`: which values have one; `dtypes`: by which others
+    those of the graph are replaced."""
+    swap = dtypes or {}
+
+    def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
+        return TensorSpec(shape, swap.get(dtype, dtype))
+
     operands = tuple(
-        TensorSpec(need.local_shape(coords), graph.values[name].dtype)
+        spec(need.local_shape(coords), graph.values[name].dtype)
         for need, name in zip(step.needs, step.op.operands, strict=True)
     )
-    results = tuple(TensorSpec(give.local_shape(coords), kind) for give, kind in zip(step.gives, step.dtypes, strict=True))
+    results = tuple(spec(give.local_shape(coords), kind) for give, kind in zip(step.gives, step.dtypes, strict=True))
     kinds = {loop.name: loop.kind for loop in step.nest.loops}
     split = sorted({kinds[name] for name in step.choice.values() if name is not None and name in kinds})
     return Kernel(

@@ -119,7 +119,7 @@ class StagePrices:
         return out
 
     def _kernel(self, step: Compute, member: int) -> KernelTime:
-        kernel = kernel_of(step, self.graph, self.mesh.coords(member), self.gradients)
+        kernel = kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
         return self.prices.kernel(kernel, self.ranks[member])
 
     def _joint(self, step: Compute, axes: tuple[str, ...]) -> list[Item]:
