@@ -90,13 +90,21 @@ class Runner:
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
-        executor = Executor(part.programs, world, load(world), dtypes=dtypes, randomness=self.randomness, trains=self.trains)
+        whole = self._apart(load(world))
+        executor = Executor(part.programs, world, whole, dtypes=dtypes, randomness=self.randomness, trains=self.trains)
         self.executors[part.index] = executor
         if self.trains:
             self.slices[part.index] = Slices(executor.program, executor.state, world)
         if part.index in self.pipeline.counts:
             counts = self.pipeline.counts[part.index]
             self.counters[part.index] = Executor(counts, world, load(world), dtypes=dtypes, trains=False)
+
+    def _apart(self, load: FullTensor) -> FullTensor:
+        """Of a tied parameter, a further copy on this rank has memory of its own, since each is updated."""
+        held = {executor.keys[name] for executor in self.executors.values() for name in executor.state}
+        if not self.trains or not held:
+            return load
+        return lambda key, layout: load(key, layout).clone() if key in held else load(key, layout)
 
     def _reset(self) -> None:
         self.held: dict[tuple[int, int], Held] = {}
