@@ -67,6 +67,7 @@ class _Lowering:
         self.free: set[str] = set()
         self.forms: dict[tuple[str, Layout], str] = {}
         self.steps: list[Any] = []
+        self.before: list[Any] = self.steps  # where moves of parameters go: inside a pass, ahead of all passes
         self.stored: dict[str, Layout] = {}
         self.adopted: dict[str, Layout] = {}
         self.hints: Hints = block_hints(concrete)
@@ -251,7 +252,8 @@ class _Lowering:
         slot = f"{name}@{sum(1 for n, _ in self.forms if n == name)}"
         exchange = Exchange(self.mesh, have, need)
         kind = "parameter" if name in self.parameters else "halo" if _is_halo(have, need, nest) else "layer_exchange"
-        self.steps.append(Move(exchange=exchange, source=name, target=slot, value=name, kind=kind))
+        steps = self.before if name in self.parameters else self.steps
+        steps.append(Move(exchange=exchange, source=name, target=slot, value=name, kind=kind))
         return slot
 
     def _has_gradient(self, name: str) -> bool:
@@ -358,7 +360,8 @@ class _Lowering:
         sub.free = {n for n in self.free if n not in sub.layouts}
         for name in self.leaves - self.free:
             sub.layouts[name] = self.layouts[name]
-        sub.stored = self.stored
+        sub.stored, sub.before = self.stored, self.before
+        sub.forms = {key: slot for key, slot in self.forms.items() if key[0] in self.parameters}
         for op in inside:
             sub._visit(op)
         none = Nest(loops=(), operands=(), results=())
