@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fourfold.cluster import quantity as q
 from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured
-from fourfold.cluster.parts import KINDS, PRECISIONS, Device, Kind, Link, Nodes, Sources
+from fourfold.cluster.parts import KINDS, OPTIMIZERS, PRECISIONS, Device, Kind, Link, Nodes, Sources
 from fourfold.cluster.spec import Cluster
 from fourfold.cluster.table import SOURCE, Table, read_table, toml_text
 from fourfold.errors import Error, InvalidInput, nearest
@@ -54,8 +54,11 @@ def _cluster(table: Table) -> Cluster:
 
 def _device(name: str, table: Table) -> Device:
     rates = {precision: q.rate(precision) for precision in PRECISIONS}
-    table.check(["kind", "asynchronous", "cores"], [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.ON_CHIP, *rates.values()])
+    updates = {name: q.update(name) for name in OPTIMIZERS}
+    known = [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.ON_CHIP, *rates.values(), *updates.values()]
+    table.check(["kind", "asynchronous", "cores"], known)
     given = {precision: table.amount(rate, 0.0) for precision, rate in rates.items()}
+    speeds = {name: table.amount(speed, 0.0) for name, speed in updates.items()}
     return Device(
         name=name,
         kind=cast(Kind, table.chosen("kind", KINDS)),
@@ -66,6 +69,7 @@ def _device(name: str, table: Table) -> Device:
         asynchronous=table.flag("asynchronous"),
         cores=table.whole("cores", 0),
         on_chip=table.amount(q.ON_CHIP, 0.0),
+        updates=tuple((name, speed) for name, speed in speeds.items() if speed),
         sources=table.sources(),
     )
 
@@ -134,6 +138,7 @@ def _device_entries(device: Device) -> dict[str, Any]:
         *((q.rate(precision), rate) for precision, rate in device.rates),
         (q.LAUNCH, device.launch),
         (q.ON_CHIP, device.on_chip),
+        *((q.update(name), speed) for name, speed in device.updates),
     ]:
         if value:
             data |= _amount(quantity, value)

@@ -13,6 +13,7 @@ from fourfold.errors import InvalidInput
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+OPTIMIZERS = ("sgd", "momentum", "adamw")
 Kind = Literal["gpu", "cpu", "fpga"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -43,12 +44,14 @@ class Device:
     asynchronous: bool = False  # transfers stream under compute (FPGA)
     cores: int = 0
     on_chip: float = 0.0  # bytes next to the arithmetic units, where a stage's weights may stay (FPGA)
+    updates: tuple[tuple[str, float], ...] = ()  # optimizer, bytes/s of parameters that one rank updates with it
     sources: Sources = Sources()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidInput(f"device {self.name!r} is of kind {self.kind!r}; kinds are {', '.join(KINDS)}")
-        amounts = {"memory": self.memory, "bandwidth": self.bandwidth, **{f"rate_{p}": rate for p, rate in self.rates}}
+        amounts = {"memory": self.memory, "bandwidth": self.bandwidth, **{f"rate_{p}": rate for p, rate in self.rates},
+                   **{f"update_{name}": speed for name, speed in self.updates}}  # fmt: skip
         _check_positive(f"device {self.name!r}", amounts)
         _check_not_negative(f"device {self.name!r}", {"launch": self.launch, "cores": self.cores, "on_chip": self.on_chip})
         if not self.rates:

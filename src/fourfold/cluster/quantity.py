@@ -63,6 +63,11 @@ TIME = Quantity("time", _SECONDS)
 SPREAD = Quantity("spread", _SECONDS, zero=True)
 
 
+def update(optimizer: str) -> Quantity:
+    """Bytes of parameters that one rank updates in a second."""
+    return Quantity(f"update_{optimizer}", _BYTES_PER_SECOND)
+
+
 def rate(precision: str) -> Quantity:
     """Peak work per second in one precision."""
     return Quantity(f"rate_{precision}", _FLOPS)

@@ -39,13 +39,12 @@ class KernelTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """A cluster with the tables at hand. `kernels`: measured times by kernel key; `update`: seconds per byte of parameters."""
+    """A cluster with the tables at hand. `kernels`: measured times by kernel key."""
 
     cluster: Cluster
     precision: Precision = "fp32"
     kernels: Mapping[str, KernelTime] = field(default_factory=dict)
     efficiency: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # kind -> (FLOPs or bytes, fraction)
-    update_seconds: Mapping[str, float] = field(default_factory=dict)  # optimizer -> seconds per byte of parameters
     _traffic: dict[tuple[tuple[int, ...], ...], Traffic] = field(default_factory=dict, compare=False)
 
     def kernel(self, kernel: Kernel, rank: int) -> KernelTime:
@@ -91,8 +90,6 @@ class Prices:
 
     def update(self, optimizer: str, size: float, rank: int) -> float:
         """Seconds to update parameters of so many bytes: measured, or as many passes over memory as it takes."""
-        per_byte = self.update_seconds.get(optimizer)
-        if per_byte is None:
-            device = self.cluster.device(rank)
-            per_byte = OPTIMIZER_PASSES[optimizer] / (device.bandwidth * self.share(rank))
-        return per_byte * size
+        device = self.cluster.device(rank)
+        speed = dict(device.updates).get(optimizer)
+        return size / (speed or device.bandwidth * self.share(rank) / OPTIMIZER_PASSES[optimizer])

@@ -37,7 +37,8 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER) and not os.environ.get("FOURFOLD_SOCKETS")
     facts: list[Any] = [None] * count
-    dist.all_gather_object(facts, (_host() if usable else f"none {uuid.uuid4()}", str(uuid.uuid4())), group=group)
+    host = host_of_this_process() if usable else f"none {uuid.uuid4()}"
+    dist.all_gather_object(facts, (host, str(uuid.uuid4())), group=group)
     if len({host for host, _ in facts}) != 1:
         return None
     path = os.path.join(_FOLDER, f"fourfold-{facts[0][1]}")
@@ -65,7 +66,7 @@ def _reserved(path: str, size: int) -> bool:
     return True
 
 
-def _host() -> str:
+def host_of_this_process() -> str:
     """What ranks that can share memory have in common."""
     try:
         namespace = os.readlink("/proc/self/ns/net")

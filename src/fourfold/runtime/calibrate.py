@@ -1,0 +1,261 @@
+"""This machine, or the cluster torchrun started us on, measured: a `Cluster` with curves of every collective.
+
+Ranks are told apart by host; those of one host are a node. Each collective is timed in groups that lie within a node and in
+groups that reach across, for every group size that divides the ranks, one group alone and all such groups at once. The
+time of one repetition is the slowest rank's. A median whose quartiles lie far apart is measured again, a few times.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, local
+from fourfold.cluster.parts import OPTIMIZERS
+from fourfold.plans.mesh import Mesh
+from fourfold.runtime.board import CAPACITY, Board, host_of_this_process
+from fourfold.runtime.crew import Crew
+from fourfold.runtime.shared_sum import SharedSums
+from fourfold.runtime.trial import optimizer_named
+from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
+
+SIZES = tuple(4.0**k for k in range(4, 14))  # bytes: 256 B to 64 MiB
+REPEATS = 7
+LEAST_SECONDS = 0.02
+RESTLESS = 0.25
+AGAIN = 3
+UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
+MATRIX = 512  # size of the product that gives the rate
+COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One curve to measure: the groups that communicate at once."""
+
+    collective: Collective
+    groups: tuple[tuple[int, ...], ...]
+    level: str
+
+
+def calibrated(ranks: Crew, *, told: Callable[[str, int, int], None] = lambda text, done, of: None) -> Iterator[Cluster]:
+    """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
+    hosts = ranks(host_of_this_process)
+    cluster = _described(hosts)
+    told("rates", 0, 1)
+    device = cluster.kinds[0]
+    facts = ranks(rates)
+    device = replace(device, **_device_facts(facts, device.cores))
+    cluster = replace(cluster, kinds=(device,), about=f"{len(set(hosts))} hosts, {ranks.count} ranks; measured")
+    yield cluster
+    wanted = requests(hosts)
+    for done, request in enumerate(wanted):
+        told(f"{request.collective} by {len(request.groups[0])} ranks", done, len(wanted))
+        cluster = _with(cluster, ranks(measured, request)[request.groups[0][0]], request)
+        yield cluster
+
+
+def requests(hosts: list[str]) -> list[Request]:
+    """The curves that plans on these ranks may ask for."""
+    out = []
+    count = len(hosts)
+    for size in [n for n in range(2, count + 1) if count % n == 0]:
+        near = tuple(tuple(range(k, k + size)) for k in range(0, count, size))
+        far = tuple(tuple(range(k, count, count // size)) for k in range(count // size))
+        for groups in dict.fromkeys((near, far, near[:1], far[:1])):
+            inside = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
+            kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+            kinds += ["send"] if size == 2 else []
+            kinds += ["shared_gather", "shared_sum"] if inside else []
+            out += [Request(collective=kind, groups=groups, level="loopback" if inside else "network") for kind in kinds]
+    unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
+    return list(reversed(unique.values()))
+
+
+def _described(hosts: list[str]) -> Cluster:
+    """The ranks as a cluster nobody has measured yet."""
+    nodes = list(dict.fromkeys(hosts))
+    base = local(len(hosts))
+    if len(nodes) == 1:
+        return replace(base, name="calibrated")
+    counts = {hosts.count(host) for host in nodes}
+    run = Nodes(count=len(nodes), device="cpu", devices=max(counts), sources=Sources(whole="found by calibration"))
+    network = Link(name="network", latency=1e-4, bandwidth=1e8, sources=Sources(whole="assumed, not calibrated"))
+    return replace(base, name="calibrated", nodes=(run,), links=(*base.links, network))
+
+
+def _with(cluster: Cluster, found: list[tuple[float, float, float]], request: Request) -> Cluster:
+    curve = Curve(
+        collective=request.collective,
+        level=request.level,
+        ranks=len(request.groups[0]),
+        groups=len(request.groups),
+        sizes=tuple(size for size, _, _ in found),
+        seconds=tuple(_rounded(seconds) for _, seconds, _ in found),
+        spreads=tuple(_rounded(spread) for _, _, spread in found),
+        source=f"calibration, median of at least {REPEATS} repetitions, torch {torch.__version__}",
+    )
+    cluster = replace(cluster, measured=Measured(curves=(*cluster.measured.curves, curve)))
+    if request.collective != "send":
+        return cluster
+    (small, first, _), (large, last, _) = found[0], found[-1]
+    speed = (large - small) / max(last - first, 1e-9)
+    links = tuple(
+        replace(link, latency=_rounded(first), bandwidth=_rounded(speed), sources=Sources(whole="calibration, from sends between two ranks"))
+        if link.name == request.level else link for link in cluster.links
+    )  # fmt: skip
+    return replace(cluster, links=links)
+
+
+def _rounded(number: float) -> float:
+    """Four digits: more would pretend to a precision no measurement has."""
+    return float(f"{number:.4g}")
+
+
+# --- on the ranks ---
+
+
+def measured(request: Request) -> list[tuple[float, float, float]]:
+    """Size, median seconds and spread of a collective at every size; all ranks of the process group must call."""
+    mine = next((group for group in request.groups if dist.get_rank() in group), None)
+    made = {group: dist.new_group(list(group)) for group in request.groups}
+    out = []
+    run = _collectives(request, mine, made.get(mine) if mine is not None else None)
+    for size in SIZES:
+        if request.collective == "shared_gather" and size > CAPACITY:
+            continue
+        out.append((size, *_calm(run, int(size))))
+    return out
+
+
+def _calm(run: Callable[[int], Callable[[], Any]], size: int) -> tuple[float, float]:
+    """Median and quartile distance of the slowest rank; the calmest of a few series."""
+    once, best = run(size), (math.inf, math.inf)
+    for _ in range(1 + AGAIN):
+        found = _series(once)
+        best = min(best, found, key=lambda pair: pair[1] / pair[0] if math.isfinite(pair[0]) else math.inf)
+        if best[1] < RESTLESS * best[0]:
+            break
+    return best
+
+
+def _series(once: Callable[[], Any]) -> tuple[float, float]:
+    once()
+    dist.barrier()
+    begun, times = time.perf_counter(), []
+    more = True
+    while more:
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            once()
+            times.append(time.perf_counter() - start)
+        flag = torch.tensor([float(time.perf_counter() - begun < LEAST_SECONDS and len(times) < 20 * REPEATS)])
+        dist.broadcast(flag, 0)
+        more = bool(flag.item())
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    ordered = sorted(slowest.tolist())
+    quarter = len(ordered) // 4
+    return statistics.median(ordered), ordered[-1 - quarter] - ordered[quarter]
+
+
+def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any]]:
+    """For a size in bytes, a function that does the collective once; ranks outside all groups do nothing."""
+    if mine is None:
+        return lambda size: lambda: None
+    count, kind = len(mine), request.collective
+    if kind in ("shared_gather", "shared_sum"):
+        return _shared(kind, group, mine)
+
+    def run(size: int) -> Callable[[], Any]:
+        n = max(size // 4, 1)
+        one, all_of = torch.zeros(n), torch.zeros(n * count)
+        if kind == "all_reduce":
+            return lambda: dist.all_reduce(one, group=group)
+        if kind == "all_gather":
+            return lambda: all_gather_single(all_of, one, group=group)
+        if kind == "reduce_scatter":
+            return lambda: reduce_scatter_single(one, all_of, group=group)
+        if kind == "all_to_all":
+            n = max(n // (count - 1), 1) * count
+            return lambda: dist.all_to_all_single(torch.empty(n), torch.zeros(n), group=group)
+        return lambda: _ping(one, mine)
+
+    return run
+
+
+def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
+    """A message from the first to the second."""
+    if dist.get_rank() == pair[0]:
+        dist.send(tensor, pair[1])
+    else:
+        dist.recv(tensor, pair[0])
+
+
+def _shared(kind: str, group: Any, mine: tuple[int, ...]) -> Callable[[int], Callable[[], Any]]:
+    if kind == "shared_gather":
+        board = Board.open(group, 60.0)
+        return lambda size: (lambda: board.gather(torch.zeros(max(size // 4, 1)))) if board is not None else (lambda: None)
+    mesh = Mesh.of(data=len(mine))
+    world = World(mesh, rank=mine.index(dist.get_rank()), device=torch.device("cpu"), ranks=mine)
+    world._groups["inline", ("data",)] = group
+
+    def run(size: int) -> Callable[[], Any]:
+        parameter = torch.zeros(max(size // 4, 1), requires_grad=True)
+        sums = SharedSums({"p": parameter}, {"p": ("data",)}, world)
+        gradient = torch.zeros(parameter.shape)
+
+        def once() -> None:
+            parameter.grad = gradient
+            sums.finish()
+
+        return once
+
+    return run
+
+
+def rates() -> dict[str, float]:
+    """What one busy rank reaches: multiply-adds, copies, updates."""
+    a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    product = _seconds(lambda: torch.mm(a, b))
+    source, target = torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
+    copy = _seconds(lambda: target.copy_(source))
+    small = torch.zeros(8)
+    out = {"rate": 2 * MATRIX**3 / product, "bandwidth": 2 * COPIED / copy, "launch": _seconds(lambda: small.add(1.0))}
+    for name in OPTIMIZERS:
+        parameter = torch.zeros(UPDATED, requires_grad=True)
+        parameter.grad = torch.zeros(UPDATED)
+        out[f"update_{name}"] = 4 * UPDATED / _seconds(optimizer_named(name)([parameter]).step)
+    return out
+
+
+def _seconds(once: Callable[[], Any]) -> float:
+    once()
+    dist.barrier()
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < REPEATS or time.perf_counter() - begun < LEAST_SECONDS:
+        start = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _device_facts(facts: list[dict[str, float]], cores: int) -> dict[str, Any]:
+    """The device's fields from what its ranks reached; a shared processor's are those of all its cores."""
+    middle = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
+    rate, crowd = middle["rate"] * cores, max(1.0, len(facts) / max(cores, 1))
+    return {
+        "rates": (("fp64", crowd * rate / 2), ("fp32", crowd * rate), ("bf16", crowd * rate)),
+        "bandwidth": crowd * middle["bandwidth"] * cores,
+        "launch": middle["launch"] / crowd,
+        "updates": tuple((name, crowd * middle[f"update_{name}"]) for name in OPTIMIZERS),
+        "sources": Sources(whole="calibration, all ranks busy, median", single=(("rate_fp64", "half of fp32"),)),
+    }
