@@ -33,6 +33,7 @@ RESTLESS = 0.25
 AGAIN = 3
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
+SENT = Sources(whole="calibration, from sends between two ranks")
 COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
 
 
@@ -108,7 +109,7 @@ def _with(cluster: Cluster, found: list[tuple[float, float, float]], request: Re
     (small, first, _), (large, last, _) = found[0], found[-1]
     speed = (large - small) / max(last - first, 1e-9)
     links = tuple(
-        replace(link, latency=_rounded(first), bandwidth=_rounded(speed), sources=Sources(whole="calibration, from sends between two ranks"))
+        replace(link, latency=_rounded(first), bandwidth=_rounded(speed), sources=SENT)
         if link.name == request.level else link for link in cluster.links
     )  # fmt: skip
     return replace(cluster, links=links)
