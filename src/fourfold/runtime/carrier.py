@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fourfold.plans.exchange import Step
-from fourfold.runtime.exchange import Spans, put
 
 
 @dataclass(eq=False)
@@ -60,15 +58,9 @@ class Carrier(Protocol):
         """The gradient of a gathered weight: what is each rank's goes to its shard."""
 
 
-@torch.no_grad()
-def add_part(shard: Tensor, spans: Spans, piece: Tensor) -> None:
-    """Add a piece of the gradient of a shard."""
-    if shard.grad is None and piece.shape == shard.shape:
-        shard.grad = piece.clone(memory_format=torch.contiguous_format)
-        return
+def add_gradient(shard: Tensor, grad: Tensor) -> None:
+    """Add to the gradient of a shard; the first is taken as it is."""
     if shard.grad is None:
-        shard.grad = torch.zeros_like(shard)
-    if piece.shape == shard.shape:
-        shard.grad += piece
+        shard.grad = grad
     else:
-        put(shard.grad, spans, piece, add=True)
+        shard.grad += grad

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fourfold.plans.exchange import Transfer, transfers
 from fourfold.runtime.board import shared_memory, wait_for
-from fourfold.runtime.carrier import Gathered, add_part
-from fourfold.runtime.exchange import take
+from fourfold.runtime.carrier import Gathered, add_gradient
+from fourfold.runtime.exchange import put, take
 from fourfold.runtime.shelf import Shelf, reader, viewed, wide
 from fourfold.runtime.world import TIMEOUT, World
 
@@ -40,6 +40,15 @@ class Way:
         self.takes = [(t, *_place(given[t.peer], t.peer, me)) for t in taken if t.peer != me]
         most = max(sum(t.numel for t in items if t.peer != rank) for rank, items in given.items())
         self.size = -(-most * gathered.shard.element_size() // _LINE) * _LINE
+
+    def start(self, shard: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the shard as far as this rank has it: new memory, so that the whole gradient can go."""
+        if len(self.own) == 1 and self.own[0][0].shape == shard.shape:
+            return take(grad, self.own[0][1].spans).clone(memory_format=torch.contiguous_format)
+        out = grad.new_zeros(shard.shape)
+        for mine, there in self.own:
+            put(out, mine.spans, take(grad, there.spans), add=True)
+        return out
 
 
 def _place(given: list[Transfer], giver: int, taker: int) -> tuple[int, int]:
@@ -64,7 +73,7 @@ class Ring:
         self.areas = [viewed(memory, torch.uint8, (capacity,), 2 * count * _LINE + k * capacity) for k in range(count)]
         self.me, self.count, self.head = me, 0, 0
         self.used: deque[tuple[int, int, int]] = deque()  # places others may not have read yet: number, begin, end
-        self.waiting: deque[tuple[int, Gathered, int]] = deque()  # number, weight, begin
+        self.waiting: deque[tuple[int, Gathered, int, Tensor]] = deque()  # number, weight, begin, this rank's own part
 
     @staticmethod
     def open(gathered: Sequence[Gathered], world: World) -> Ring | None:
@@ -78,8 +87,6 @@ class Ring:
     @torch.no_grad()
     def give(self, gathered: Gathered, grad: Tensor) -> None:
         way = self.ways[gathered]
-        for mine, there in way.own:
-            add_part(gathered.shard, mine.spans, take(grad, there.spans))
         begin = self._room(way.size)
         area = self.areas[self.me][begin : begin + way.size].view(grad.dtype)
         at = 0
@@ -87,7 +94,7 @@ class Ring:
             area[at : at + item.numel].view(item.shape).copy_(take(grad, item.spans))
             at += item.numel
         self.given[self.me] = self.count
-        self.waiting.append((self.count, gathered, begin))
+        self.waiting.append((self.count, gathered, begin, way.start(gathered.shard, grad)))
         self._take()
 
     def _room(self, size: int) -> int:
@@ -103,14 +110,15 @@ class Ring:
         return begin
 
     def _take(self) -> None:
-        """Add what everyone has given."""
+        """Add what everyone has given: in one order, whoever was first."""
         reached = int(self.given.min())
         while self.waiting and self.waiting[0][0] <= reached:
-            number, gathered, begin = self.waiting.popleft()
+            number, gathered, begin, total = self.waiting.popleft()
             way, dtype = self.ways[gathered], gathered.shard.dtype
             for item, low, high in way.takes:
                 area = self.areas[item.peer][begin : begin + way.size].view(dtype)
-                add_part(gathered.shard, item.spans, area[low:high].view(item.shape))
+                put(total, item.spans, area[low:high].view(item.shape), add=True)
+            add_gradient(gathered.shard, total)
             self.taken[self.me] = number
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.runtime.carrier import Gathered, add_part
+from fourfold.runtime.carrier import Gathered, add_gradient
 from fourfold.runtime.parcel import Arrived, Parcel, grouped
 from fourfold.runtime.shelf import wide
 from fourfold.runtime.world import World
@@ -107,7 +107,7 @@ class Sums:
     def _land(self) -> None:
         bunch, arrived = self.flights.popleft()
         for gathered, grad in zip(bunch.members, arrived(), strict=True):
-            add_part(gathered.shard, (), grad)
+            add_gradient(gathered.shard, grad)
 
     @torch.no_grad()
     def finish(self) -> None:
