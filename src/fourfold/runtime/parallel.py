@@ -101,7 +101,9 @@ class Parallel:
         self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
         self.module = _tree(self._held())
-        self.optimizer = self._checked(optimizer(self._runner.named())) if optimizer is not None else None
+        nothing = torch.zeros(0, device=self._runner.device, requires_grad=True)  # torch's optimizers refuse an empty list
+        trained = self._runner.named() or [("nothing", nothing)]
+        self.optimizer = self._checked(optimizer(trained)) if optimizer is not None else None
 
     def _loader(self, world: World) -> FullTensor:
         return loader(self._model, world, seed=self._seed)
@@ -186,7 +188,7 @@ class Parallel:
             dist.all_reduce(total)
         norm = total.sqrt()
         scale = max_norm / (norm + 1e-6)
-        if scale < 1:
+        if grads and scale < 1:
             torch._foreach_mul_(grads, float(scale))
         return norm
 
