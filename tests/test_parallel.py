@@ -14,17 +14,18 @@ from fourfold.runtime.launch import Ranks
 
 
 class Net(nn.Module):
-    """Convolution, batch norm and a classifier, small enough for many steps."""
+    """Convolution, batch norm and two layers of a classifier, small enough for many steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
-        self.head = nn.Linear(8 * 6 * 6, 5)
+        self.hidden = nn.Linear(8 * 6 * 6, 16)
+        self.head = nn.Linear(16, 5)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
+        return self.head(self.hidden(torch.relu(self.norm(self.conv(x))).flatten(1)))
 
 
 def sample(step: int = 0, batch: int = 6) -> tuple[Tensor, Tensor]:
@@ -66,14 +67,15 @@ def train(strategy: str, ranks: int, clip: float) -> dict[str, Any]:
             "again": float(second), "shapes": shapes}  # fmt: skip
 
 
-def reference(clip: float) -> dict[str, Any]:
+def reference(clip: float, microbatches: int = 1) -> dict[str, Any]:
+    """A plain loop; batch norm sees one micro-batch after the other, the loss all of them."""
     model = build()
     optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "unused" not in n], lr=1e-2)
     losses, norms = [], []
     for step in range(4):
         x, y = sample(step)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(torch.cat([model(part) for part in x.tensor_split(microbatches)]), y)
         loss.backward()
         losses.append(loss.item())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
@@ -85,10 +87,14 @@ def reference(clip: float) -> dict[str, Any]:
             "state": model.state_dict()}  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("data", 2), ("data", 4), ("filter", 2), ("channel", 3), ("spatial", 2),
-                                                 ("data+filter", 4), ("splitbrain:k=2", 4)])  # fmt: skip
-def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks: int) -> None:
-    want = reference(0.5)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "microbatches"),
+    [("data", 2, 1), ("data", 4, 1), ("filter", 2, 1), ("channel", 3, 1), ("spatial", 2, 1), ("data+filter", 4, 1),
+     ("splitbrain:k=2", 4, 1), ("pipeline:microbatches=4", 2, 4), ("data+pipeline:microbatches=2", 3, 2),
+     ("filter+pipeline:microbatches=3", 4, 3)],
+)  # fmt: skip
+def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks: int, microbatches: int) -> None:
+    want = reference(0.5, microbatches)
     with Ranks(ranks) as pool:
         for got in pool(train, strategy, ranks, 0.5):
             assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
