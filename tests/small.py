@@ -18,6 +18,7 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
 from fourfold.plans import Plan, Program, lower, named
 from fourfold.runtime.compare import worst_error
+from fourfold.runtime.launch import Ranks
 from fourfold.runtime.trial import Task, Trial, run_task
 from ranks import pool
 
@@ -64,10 +65,10 @@ class Subject:
     start: dict[str, Tensor]
     reference: Trial
 
-    def errors(self, plan: Plan) -> dict[str, float]:
-        """Run a plan on local ranks; the worst error of each kind against one rank, in float64."""
+    def errors(self, plan: Plan, ranks: Ranks | None = None) -> dict[str, float]:
+        """Run a plan on local ranks (by default the session's); the worst error of each kind against one rank, in float64."""
         result = str(Path(self.task.data).with_name("got.pt"))
-        pool(plan.size)(run_task, replace(self.task, plan=plan, result=result))
+        (ranks or pool(plan.size))(run_task, replace(self.task, plan=plan, result=result))
         got: Trial = torch.load(result, weights_only=False)
         reference = self.reference
         losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, reference.losses, strict=True))
