@@ -276,9 +276,10 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def endless() -> subprocess.Popen[str]:
+def endless(request: pytest.FixtureRequest) -> subprocess.Popen[str]:
     """A training run in mid-air on two ranks."""
-    command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "1000000"]
+    strategy = getattr(request, "param", "data")
+    command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", strategy, "--ranks", "2", "--steps", "1000000"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -299,6 +300,7 @@ def ended(process: subprocess.Popen[str], workers: list[int]) -> tuple[int, list
     return process.returncode, err.strip().splitlines()
 
 
+@pytest.mark.parametrize("endless", ["data", "pipeline"], indirect=True)
 def test_a_killed_rank_ends_the_run_with_code_3(endless: subprocess.Popen[str]) -> None:
     workers = ranks_of(endless.pid)
     assert len(workers) == 2

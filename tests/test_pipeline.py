@@ -22,8 +22,6 @@ from fourfold.timeline import Timeline
 from ranks import pool
 from small import batch_of
 
-SCHEDULES = ("gpipe", "1f1b-sno", "1f1b-so", "interleaved")
-
 
 def cuts(judge: Judge, stages: int, seed: int) -> list[str]:
     """The first ops of stages cut anywhere but within what depends on no input."""
