@@ -49,3 +49,8 @@ class Timeline:
     def spent(self, rank: int, *kinds: str) -> float:
         """Seconds a rank was at actions of these kinds."""
         return sum(e.seconds for e in self.events if e.rank == rank and e.kind in kinds)
+
+    def waiting(self, rank: int) -> float:
+        """The share of the whole time in which a rank did nothing: it waited for another, or had done its part."""
+        busy = sum(e.seconds for e in self.events if e.rank == rank and e.kind != "wait")
+        return max(1 - busy / self.seconds, 0.0) if self.seconds else 0.0

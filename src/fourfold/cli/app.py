@@ -173,7 +173,7 @@ def verify(
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
-            verdict = compare(seen, made, team, reference=reference, precision=precision, say=say)
+            verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
     if verdict is None:
         return 0
     record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps)

@@ -32,6 +32,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     from fourfold.cli.app import app
 
     signal.signal(signal.SIGTERM, _terminated)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of every block older than itself
     try:
         answer = typer.main.get_command(app).main(
             args=None if arguments is None else list(arguments), prog_name="fourfold", standalone_mode=False

@@ -21,8 +21,13 @@ FLOPS_PER_BYTE = 100.0
 InfiniBand (thousands), so that a small tensor is preferred to a large one but not to balance."""
 
 
-def balanced(graph: Graph, batch: int, weights: Sequence[float], *, first: str = "", last: str = "") -> list[str]:
-    """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`."""
+def balanced(
+    graph: Graph, batch: int, weights: Sequence[float], *, first: str = "", last: str = "", charge: float = FLOPS_PER_BYTE
+) -> list[str]:
+    """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`.
+
+    `charge`: FLOPs for a byte that crosses; 0 where none does, as between segments that are computed again.
+    """
     concrete = graph.at(batch)
     fixed = graph.dependent
     ops = [op for op in concrete.ops if op.name in fixed]
@@ -33,7 +38,7 @@ def balanced(graph: Graph, batch: int, weights: Sequence[float], *, first: str =
     alive = _alive(concrete, [op.name for op in ops])[low:high]
     heads = [not _trails(concrete, op) for op in ops[low:high]]
     places = _places(work, alive, heads, len(weights))
-    chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * FLOPS_PER_BYTE, places, weights)
+    chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * charge, places, weights)
     return [paths[low + k] for k in (0, *chosen)]
 
 

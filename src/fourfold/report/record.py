@@ -75,7 +75,7 @@ def plan_record(plan: Plan, program: Pipeline, *, seconds: float, file: str | No
 
 
 def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, optimizer: str, steps: int) -> dict[str, Any]:
-    """`verify --json`. Predictions are null until the oracle exists, and the peak until memory is measured."""
+    """`verify --json`. Predictions are null until the oracle exists."""
     worst = verdict.worst
     return {
         "model": model,
@@ -99,7 +99,8 @@ def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, o
         "predicted_seconds": None,
         "measured_seconds": verdict.seconds,
         "predicted_peak_bytes": None,
-        "measured_peak_bytes": None,
+        "measured_peak_bytes": max(verdict.peaks, default=None),
+        "waiting": list(verdict.waiting) or None,
     }
 
 
@@ -115,7 +116,7 @@ def check_record(check: Check) -> dict[str, Any]:
 
 
 def train_record(history: History, plan: Plan, *, model: str, precision: str, optimizer: str) -> dict[str, Any]:
-    """`train --json`. The peaks are null: a peak is the allocator's, which nothing measures yet."""
+    """`train --json`."""
     return {
         "model": model,
         "strategy": plan.strategy,
@@ -128,7 +129,8 @@ def train_record(history: History, plan: Plan, *, model: str, precision: str, op
         "step_seconds": history.step_seconds,
         "samples_per_second": history.samples_per_second,
         "predicted_seconds": None,
-        "peak_bytes": [None] * plan.size,
+        "peak_bytes": list(history.peaks),
+        "waiting": list(history.waiting) or None,
     }
 
 

@@ -180,6 +180,7 @@ def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) ->
     head = _head(plan, model, options_text(plan), precision, f"against one process ({verdict.reference})")
     lines = [
         "; ".join([*figures, f"{seconds_text(verdict.seconds)} a step"]),
+        *_measured(verdict.peaks, verdict.waiting),
         *([f"whole on every rank: {named}"] if whole else []),
         "EQUAL" if verdict.equal else off,
     ]
@@ -191,8 +192,15 @@ def step_text(step: int, steps: int, loss: float, seconds: float) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.6g}  {seconds_text(seconds)}"
 
 
-def history_text(history: History) -> str:
-    return f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
+def history_text(history: History) -> RenderableType:
+    first = f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
+    return Group(*map(Text, [first, *_measured(history.peaks, history.waiting)]))
+
+
+def _measured(peaks: Sequence[int], waiting: Sequence[float]) -> list[str]:
+    """By rank, the peak of memory and the share of a step it waits."""
+    rows = [("peak", [bytes_text(peak) for peak in peaks]), ("waiting", [f"{share:.0%}" for share in waiting])]
+    return [f"{what}: " + ", ".join(f"rank {r} {text}" for r, text in enumerate(texts)) for what, texts in rows if texts]
 
 
 def _or_none(number: int, form: object) -> str:

@@ -191,6 +191,11 @@ class Executor:
             self.state[buffer].copy_(value)
         self.written.clear()
 
+    def kept(self) -> list[Tensor]:
+        """The tensors that stay here between steps; gradients lie under their parameters."""
+        beside = [*self.shared.own, *self.gradients.kept, *self.weights.kept]
+        return [*self.state.values(), *self.constants.values(), *beside]
+
     def finish(self) -> None:
         """Complete the gradients and the buffers of a step."""
         self.weights.finish()

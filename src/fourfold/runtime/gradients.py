@@ -77,6 +77,11 @@ class Gradients:
         if flat.numel():
             self.works.append(dist.all_reduce(flat, group=self.groups[bucket.axes], async_op=True))
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """The buffers of the buckets."""
+        return [bucket.flat for bucket in self.buckets if bucket.flat is not None]
+
     def finish(self) -> None:
         """Launch what is left (a parameter no sample reached has gradient zero) and wait for all."""
         for bucket in self.buckets[self.launched :]:

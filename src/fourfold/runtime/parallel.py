@@ -127,16 +127,7 @@ class Parallel:
 
     def local(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """This rank's parts of a global batch (inputs, then targets); of what its stages do not read, no rows."""
-        feeds = self._runner.fed(self._named(tensors))
-        out = []
-        for name, tensor in self._named(tensors).items():
-            dim = self.graph.batch_dim(name)
-            rows = next(([feed[name] for feed in feeds[i]] for i in feeds if name in feeds[i][0]), None)
-            if rows is None:
-                out.append(tensor[:0])
-            else:
-                out.append(rows[0] if len(rows) == 1 or dim is None else torch.cat(rows, dim))
-        return tuple(out)
+        return tuple(self._runner.local(self._named(tensors)).values())
 
     def _named(self, tensors: Iterable[Any]) -> dict[str, Tensor]:
         flat = [t for t in pytree.tree_leaves(tuple(tensors)) if isinstance(t, Tensor)]

@@ -132,6 +132,16 @@ class Runner:
             feed.update({name: values[name] for name in scales})
         return feeds
 
+    def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole inputs and targets, of all micro-batches; of what its stages do not read, no rows."""
+        feeds, out = self.fed(tensors), {}
+        for name, tensor in tensors.items():
+            dim = self.pipeline.graph.batch_dim(name)
+            rows = next(([feed[name] for feed in feeds[i]] for i in feeds if name in feeds[i][0]), None)
+            rows = rows or [tensor[:0] if tensor.dim() else tensor]
+            out[name] = rows[0] if len(rows) == 1 or dim is None else torch.cat(rows, dim)
+        return out
+
     def _micro(self, executor: Executor, name: str, tensor: Tensor) -> list[Tensor]:
         """A tensor's part for each micro-batch."""
         sizes, dim = self.plan.sizes, self.pipeline.graph.batch_dim(name)
@@ -381,6 +391,12 @@ class Runner:
     def _share(self) -> None:
         for slices in self.slices.values():
             slices.share()
+
+    def kept(self) -> list[Tensor]:
+        """The tensors that stay on this rank between steps, its share of memory that ranks have in common included."""
+        executors = [*self.executors.values(), *self.counters.values()]
+        shelves = [slices.own for slices in self.slices.values()]
+        return [tensor for kept in (*(e.kept() for e in executors), *shelves) for tensor in kept]
 
     def whole(self, index: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor laid out as a stored one of a stage, whole on every rank; all must call. `tensors`: this stage's, if any."""

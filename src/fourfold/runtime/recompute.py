@@ -8,6 +8,7 @@ buffers is thrown away, and its random masks are those of the first.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,20 @@ def recomputed(body: Body) -> Sequence[Any]:
         results = body(False)
     for result in results:
         if isinstance(result, Tensor) and result.requires_grad:
-            result.register_hook(segment.refill)
+            result.register_hook(_refilling(weakref.ref(segment)))
     return results
+
+
+def _refilling(segment: weakref.ref[_Segment]) -> Callable[[Tensor], None]:
+    """The hook of a result. It must not hold the segment: hooks live as long as the graph, a segment only until all that
+    was saved for it has been used."""
+
+    def hook(_: Tensor) -> None:
+        known = segment()
+        if known is not None:
+            known.refill()
+
+    return hook
 
 
 class _Segment:
@@ -46,9 +59,9 @@ class _Segment:
 
     def unpack(self, number: int) -> Tensor:
         assert self.filled, "backward reached a segment without its results' gradients"
-        return self.saved[number]
+        return self.saved.pop(number)  # asked for once, by an op's backward: then nobody needs it any more
 
-    def refill(self, _: Tensor) -> None:
+    def refill(self) -> None:
         """Run the segment again and keep what it saves."""
         if self.filled:
             return
@@ -58,7 +71,8 @@ class _Segment:
         assert len(self.saved) == self.count, f"a segment saved {self.count} tensors first and {len(self.saved)} now"
 
     def _keep(self, tensor: Tensor) -> int:
-        self.saved[len(self.saved)] = tensor
+        """Without its history: that holds these hooks, they this segment, and so nothing would ever be freed."""
+        self.saved[len(self.saved)] = tensor.detach()
         return -1
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +30,11 @@ class SharedSums:
         self.blocks = [block for _, block in made if block is not None]
         self.names = {name for members, block in made if block is not None for name in members}
 
+    @property
+    def own(self) -> list[Tensor]:
+        """This rank's rows: memory that no allocator counts."""
+        return [block.rows[block.board.rank] for block in self.blocks]
+
     def finish(self) -> None:
         """Sum all gradients; a parameter nobody used has gradient zero."""
         for block in self.blocks:
@@ -40,7 +44,7 @@ class SharedSums:
 class _Block:
     """The gradients of one group and dtype."""
 
-    def __init__(self, parameters: list[Tensor], rows: Tensor, board: Board) -> None:
+    def __init__(self, parameters: list[Tensor], rows: list[Tensor], board: Board) -> None:
         self.parameters, self.rows, self.board = parameters, rows, board
         ends = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
         row = rows[board.rank]
@@ -61,8 +65,9 @@ class _Block:
         memory = shared_memory(world.group(axes), size)
         if memory is None:
             return None
-        flat = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(parameters[0].dtype)
-        return _Block(parameters, flat.view(board.count, total), board)
+        size, dtype = size // board.count, parameters[0].dtype
+        rows = [torch.frombuffer(memory, dtype=dtype, count=total, offset=k * size) for k in range(board.count)]
+        return _Block(parameters, rows, board)
 
     def sum(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -76,9 +81,9 @@ class _Block:
         low, high = self.slices[me]
         for k in range(self.board.count):
             if k != me and low < high:
-                rows[me, low:high].add_(rows[k, low:high])
+                rows[me][low:high].add_(rows[k][low:high])
         self.board.barrier()
         for k, (low, high) in enumerate(self.slices):
             if k != me and low < high:
-                rows[me, low:high].copy_(rows[k, low:high])
+                rows[me][low:high].copy_(rows[k][low:high])
         self.board.barrier()

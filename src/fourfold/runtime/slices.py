@@ -44,6 +44,11 @@ class Slices:
         groups = grouped(steps, [self.state[n].dtype for n in names], PARCEL_BYTES)
         return [([names[k] for k in group], Parcel([steps[k] for k in group], self.world)) for group in groups]
 
+    @property
+    def own(self) -> list[Tensor]:
+        """This rank's row of the shelf: memory that no allocator counts."""
+        return list(self.shelf.rows[self.world.rank].values()) if self.shelf is not None else []
+
     def take_gradients(self) -> None:
         """Give the slices their parts of the complete gradients."""
         for name, part in self.parts.items():

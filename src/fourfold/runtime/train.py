@@ -18,20 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans import Plan
+from fourfold.plans import Plan, pipeline
+from fourfold.plans.pipeline import check_runnable
 from fourfold.runtime.crew import Crew
 from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.measure import Measured, measure, waiting
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import Task, optimizer_named, runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a training run showed: a loss per step and the time of the slowest rank."""
+    """What a training run showed: a loss per step and the time of the slowest rank; then, by rank, the peak of memory and,
+    where there are stages, the share of a step it waits."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     batch: int
+    peaks: tuple[int, ...]
+    waiting: tuple[float, ...]
 
     @property
     def step_seconds(self) -> float:
@@ -54,6 +59,8 @@ def train(
     told: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
 ) -> History:
     """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds."""
+    pipeline(subject.graph, plan)  # what cannot run is refused before the ranks begin
+    check_runnable(plan)
     losses: list[float] = []
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
@@ -66,7 +73,14 @@ def train(
         losses.append(answers[0][0])
         seconds.append(max(spent for _, spent in answers))
         told(step + 1, losses[-1], seconds[-1])
-    return History(losses=tuple(losses), seconds=tuple(seconds), batch=plan.batch)
+    found = ranks(afterwards)
+    return History(
+        losses=tuple(losses),
+        seconds=tuple(seconds),
+        batch=plan.batch,
+        peaks=tuple(m.peak_bytes for m in found),
+        waiting=waiting(found),
+    )
 
 
 class Trainer:
@@ -86,9 +100,7 @@ class Trainer:
 
     def step(self, number: int) -> tuple[float, float]:
         """One step on a fresh batch: the global loss and this rank's seconds."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        given = zip(self.names, self.examples, self.batched, strict=True)
-        feeds = {name: _like(x, generator) if fresh else x for name, x, fresh in given}
+        feeds = self.drawn(number)
         self.running.randomness.step = number
         if dist.is_initialized():
             dist.barrier()
@@ -97,6 +109,16 @@ class Trainer:
         if self.optimizer is not None:
             self.optimizer.step()
         return float(loss), time.perf_counter() - begun
+
+    def drawn(self, number: int) -> dict[str, Tensor]:
+        """The whole batch of a step."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        given = zip(self.names, self.examples, self.batched, strict=True)
+        return {name: _like(x, generator) if fresh else x for name, x, fresh in given}
+
+    def afterwards(self) -> Measured:
+        """What a few more steps show."""
+        return measure(self.running, self.optimizer, self.drawn(0))
 
 
 def _like(example: Tensor, generator: torch.Generator) -> Tensor:
@@ -123,3 +145,8 @@ def begin(task: Task, seed: int) -> None:
 def one_step(number: int) -> tuple[float, float]:
     """One step of the task begun."""
     return _running["now"].step(number)
+
+
+def afterwards() -> Measured:
+    """The figures of the task begun, when its steps are over."""
+    return _running["now"].afterwards()

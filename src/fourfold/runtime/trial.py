@@ -21,6 +21,7 @@ from fourfold.plans.pipeline import pipeline
 from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
+from fourfold.runtime.measure import measure
 from fourfold.runtime.pipeline import Runner
 from fourfold.runtime.world import World
 
@@ -62,6 +63,7 @@ class Task:
     optimizer: str = "sgd"
     steps: int = 3
     result: str = ""  # where rank 0 puts the Trial
+    measured: bool = False  # whether a few more steps shall show memory and waiting
 
 
 def runner(task: Task, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
@@ -114,4 +116,6 @@ def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> 
         if step == 0:
             trial.first_state = running.state()
     trial.state = running.state()
+    if task.measured:
+        trial.facts["measured"] = measure(running, optimizer, feeds)
     return trial

@@ -28,6 +28,7 @@ from fourfold.plans import Pipeline, Plan, pipeline
 from fourfold.plans.pipeline import check_runnable
 from fourfold.runtime.compare import Worst, worst_error
 from fourfold.runtime.crew import Crew, check_count
+from fourfold.runtime.measure import waiting
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_task
@@ -64,6 +65,8 @@ class Verdict:
     plain: bool  # float32: within twice the distance of the one undisturbed run, floor and further runs left aside
     seconds: float
     program: Pipeline
+    peaks: tuple[int, ...] = ()  # bytes per rank, where measured
+    waiting: tuple[float, ...] = ()  # share of a step per rank, where measured and there are stages
 
     @property
     def equal(self) -> bool:
@@ -86,11 +89,13 @@ def verify(
     reference: Reference,
     precision: str = "fp64",
     folder: Path | None = None,
+    measured: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict | None:
     """Run the plan on the ranks and compare. `reference` holds optimizer and steps and may be reused for other plans.
 
-    Under torchrun the result is None on every rank but the first.
+    `measured`: whether a few more steps shall show memory and waiting. Under torchrun the result is None on every rank but
+    the first.
     """
     check_request(precision=precision, optimizer=reference.optimizer, steps=reference.steps)
     check_count(plan, ranks.count)
@@ -108,6 +113,7 @@ def verify(
             optimizer=reference.optimizer,
             steps=reference.steps,
             result=str(result),
+            measured=measured,
         )
         say(f"running {reference.steps} steps on {ranks.count} ranks")
         facts = ranks(run_task, task)
@@ -117,8 +123,16 @@ def verify(
     say("running the reference on one process")
     checks, floor, plain = _checks(got, reference, precision, {p.key for p in subject.graph.parameters if p.trainable})
     seconds = statistics.median(max(step) for step in zip(*(f["seconds"] for f in facts), strict=True))
+    extra = [f["measured"] for f in facts] if measured else []
     return Verdict(
-        checks=tuple(checks), reference=reference.kind, noise_floor=floor, plain=plain, seconds=seconds, program=program
+        checks=tuple(checks),
+        reference=reference.kind,
+        noise_floor=floor,
+        plain=plain,
+        seconds=seconds,
+        program=program,
+        peaks=tuple(m.peak_bytes for m in extra),
+        waiting=waiting(extra),
     )
 
 
