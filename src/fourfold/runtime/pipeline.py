@@ -77,6 +77,9 @@ class Runner:
             self._join(part, load, dtypes)
         self.tasks = pipeline.tasks(self.rank)
         self.post = Post()
+        self._tie_tag = 2 * len(pipeline.crossings) * self.plan.microbatches  # smaller numbers are the crossings'
+        self._loss_tag = self._tie_tag + 2 * len(pipeline.cut.tied) * len(pipeline.parts)
+        self.told: list[tuple[Any, Tensor]] = []  # losses on their way to other stages
         self.channels: dict[tuple[int, str, int], Channel] = {}
         self.ties = {name: self._tie(name) for name in pipeline.cut.tied}
         self._last = {t.stage: i for i, t in enumerate(self.tasks) if t.kind == "B"}
@@ -328,7 +331,7 @@ class Runner:
     @torch.no_grad()
     def _add_ties(self, task: Task) -> None:
         """Add up the gradients of the copies of a tied parameter, so that all are updated alike."""
-        first = 2 * len(self.pipeline.crossings) * self.plan.microbatches
+        first = self._tie_tag
         trained = {p.name for p in self.pipeline.graph.parameters if p.trainable}
         for number, (name, ways) in enumerate(self.ties.items()):
             owner = self.pipeline.cut.tied[name][0]
@@ -352,18 +355,20 @@ class Runner:
     # --- after a step ---
 
     def total(self, outcome: Outcome) -> Tensor:
-        """The global loss, on every rank; all must call."""
-        index = next(part.index for part in self.pipeline.parts if part.graph.loss)
-        spec = self.pipeline.loss.graph.values[self.pipeline.loss.graph.loss]
-        executor = self.executors.get(index)
-        dtype = next(iter(self.executors.values())).local.dtype(spec.dtype)
-        loss = torch.zeros((), dtype=dtype, device=self.device)
-        if executor is not None:
-            loss = executor.total(torch.stack(outcome.losses).sum())
-        if len(self.pipeline.places) == 1:
+        """The global loss, on every rank; all must call. The stage that has it tells the others and goes on: it is done with
+        its backwards before they are, and must not wait for them."""
+        part = next(part for part in self.pipeline.parts if part.graph.loss)
+        first, others = part.stage.ranks[0], [r for r in range(self.plan.size) if r not in part.stage.ranks]
+        if part.index not in self.executors:
+            spec = part.graph.values[part.graph.loss]
+            loss = torch.empty((), dtype=next(iter(self.executors.values())).local.dtype(spec.dtype), device=self.device)
+            dist.recv(loss, first, tag=self._loss_tag)
             return loss
-        first = self.pipeline.parts[index].stage.ranks[0]
-        return self.everyone.summed(loss if self.rank == first else torch.zeros_like(loss), self.everyone.mesh.names)
+        loss = self.executors[part.index].total(torch.stack(outcome.losses).sum())
+        for work, _ in self.told:
+            work.wait()
+        self.told = [(dist.isend(loss, other, tag=self._loss_tag), loss) for other in others if self.rank == first]
+        return loss
 
     def trained(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
         """Stage, name, tensor and layout of everything on this rank that an optimizer updates."""
