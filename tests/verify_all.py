@@ -1,9 +1,10 @@
 """Every model by every named strategy on 2, 3 and 4 ranks against one process: `make verify-all`.
 
-The table, verify_all.json, says for each cell `equal` or `refused: <why>`; a cell that comes out otherwise fails the run, and
-so does a convolutional model (or gpt2 by filter) of whose FLOPs less than 95 % ran split: equality is not to be won by
-gathering. `--record` writes the table anew, for a change to be read in its diff; `--only TEXT` runs the cells whose name
-contains it. One capture and one reference per model, one pool of ranks per count.
+Pipelines have a grid of their own, every schedule by every model they are meant for; options stand behind the strategy, as
+on a command line. The table, verify_all.json, says for each cell `equal` or `refused: <why>`; a cell that comes out otherwise
+fails the run, and so does a convolutional model (or gpt2 by filter) of whose FLOPs less than 95 % ran split: equality is not to
+be won by gathering. `--record` writes the table anew, for a change to be read in its diff; `--only TEXT` runs the cells whose
+name contains it. One capture and one reference per model, one pool of ranks per count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from fourfold.errors import Error, WorkerFailed
-from fourfold.plans import STRATEGIES
+from fourfold.plans import Options
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.subject import Subject, subject
@@ -28,6 +29,7 @@ TABLE = Path(__file__).with_suffix(".json")
 EQUAL = "equal"
 SPLIT = 0.95
 CONVOLUTIONAL = ("vgg16-cifar", "resnet50", "unet3d", "cosmoflow")
+SPLITS = ("data", "filter", "channel", "spatial", "data+filter", "data+channel", "data+spatial", "splitbrain", "grid")
 MODELS = (
     "vgg16-cifar,batch=4,width=256,channels=16",
     "resnet50,batch=4,image=64,width=16,classes=10",
@@ -39,8 +41,8 @@ MODELS = (
 MORE = {  # beside the grid: thin and uneven batches, batch norm, uneven shapes, passes, groups of other sizes, dropout
     "vgg16-cifar,batch=1,width=256,channels=16": [(s, 4) for s in ("data", "spatial", "filter", "data+filter", "splitbrain")],
     "resnet50,batch=1,image=64,width=16,classes=10": [(s, 4) for s in ("data", "spatial", "data+spatial", "grid")],
-    "vgg16-cifar,batch=5,width=256,channels=16,norm=True": [(s, n) for s in STRATEGIES for n in (2, 4)],
-    "vgg16-cifar,batch=3,image=45,width=250,channels=6,norm=True": [(s, n) for s in STRATEGIES for n in (2, 3)],
+    "vgg16-cifar,batch=5,width=256,channels=16,norm=True": [(s, n) for s in SPLITS for n in (2, 4)],
+    "vgg16-cifar,batch=3,image=45,width=250,channels=6,norm=True": [(s, n) for s in SPLITS for n in (2, 3)],
     "unet3d,batch=1,size=24,width=2": [(s, n) for s in ("data", "spatial", "filter", "grid") for n in (3, 4)],
     "vgg16-cifar,batch=8,width=256,channels=16": [
         ("splitbrain:k=2", 2), ("splitbrain:k=2", 4), ("splitbrain:k=4", 4), ("grid:pr=1", 4), ("grid:pr=4", 4),
@@ -52,6 +54,48 @@ MORE = {  # beside the grid: thin and uneven batches, batch norm, uneven shapes,
     ],
     "gpt2,batch=3,layers=2,width=60,heads=5,vocabulary=101,length=17,dropout=0.1": [
         ("data", 3), ("filter", 3), ("spatial", 3),
+    ],
+}  # fmt: skip
+
+STAGED = (  # of batches that make enough micro-batches, some of them uneven
+    "vgg16-cifar,batch=6,width=64,channels=8",
+    "unet3d,batch=4,size=16,width=2",
+    "resnet50,batch=4,image=64,width=16,classes=10",
+    "gpt2,batch=6,layers=4,width=48,heads=6,vocabulary=101,length=16",
+    "gnmt,batch=4,width=32,vocabulary=101,length=9",
+)
+SCHEDULES = ("gpipe", "1f1b-sno", "1f1b-so", "interleaved")
+COMPOSED = ("data+pipeline", "filter+pipeline", "spatial+pipeline")
+SAVING = {  # the memory options, by the number of ranks
+    2: ("fsdp", "pipeline --recompute 2"),
+    3: ("data --zero 1", "fsdp --recompute 2", "data+pipeline --zero 3"),
+    4: ("fsdp", "data+pipeline --zero 1", "data+pipeline --zero 3 --recompute 2", "filter+pipeline --zero 1"),
+}
+ODD = {  # uneven micro-batches, masks, more stages than the strategy would choose, one stage in micro-batches
+    "vgg16-cifar,batch=7,width=256,channels=16": [
+        ("pipeline --microbatches 3", 2), ("pipeline --microbatches 3 --schedule gpipe", 4),
+        ("pipeline --microbatches 6 --schedule interleaved", 3), ("data+pipeline --microbatches 3", 4),
+        ("data --microbatches 3", 2), ("data+pipeline --stages 3 --microbatches 3", 4),
+        ("splitbrain --stages 2 --microbatches 2", 4), ("grid --stages 2 --microbatches 3", 4),
+    ],
+    "vgg16-cifar,batch=7,width=64,channels=8,norm=True,dropout=0.5": [
+        ("pipeline --microbatches 3", 3), ("data+pipeline --microbatches 3", 3), ("filter+pipeline --microbatches 2", 4),
+        ("pipeline --schedule interleaved --microbatches 4", 2),
+    ],
+    "gpt2,batch=5,layers=2,width=60,heads=5,vocabulary=101,length=17,dropout=0.1": [
+        ("pipeline --microbatches 2", 2), ("filter+pipeline --microbatches 2", 3), ("spatial+pipeline --microbatches 3", 4),
+        ("data+pipeline --microbatches 2 --schedule interleaved", 4),
+    ],
+    "vgg16-cifar,batch=4,width=256,channels=16": [  # what cannot be is refused
+        ("pipeline --schedule 1f1b-as", 2), ("pipeline --microbatches 5", 2), ("pipeline --stages 5", 4),
+        ("pipeline --schedule interleaved --microbatches 3", 2),
+    ],
+    "vgg16-cifar,batch=5,width=64,channels=8,norm=True,dropout=0.5": [  # memory options on every split
+        ("filter --zero 1", 2), ("filter --zero 3", 2), ("spatial --zero 3", 2), ("data --zero 1 --microbatches 2", 2),
+        ("pipeline --zero 3", 2), ("spatial --zero 1 --recompute 2", 3), ("fsdp --microbatches 2", 3), ("channel --zero 3", 3),
+        ("data+filter --zero 1", 4), ("data+filter --zero 3", 4), ("data+spatial --zero 3 --recompute 3", 4),
+        ("grid --zero 3", 4), ("splitbrain --zero 1", 4), ("splitbrain --zero 3", 4), ("filter --recompute 2", 4),
+        ("pipeline --recompute 1 --schedule interleaved --microbatches 4", 4), ("spatial+pipeline --zero 3", 4),
     ],
 }  # fmt: skip
 
@@ -81,12 +125,33 @@ def cells() -> Iterator[Cell]:
     """All of them, those with the same model and number of ranks together."""
     for ranks in (2, 3, 4):
         for model in MODELS:
-            for strategy in STRATEGIES:
+            for strategy in SPLITS:
                 yield Cell(model, strategy, ranks, "fp64")
                 if ranks == 2:
                     yield Cell(model, strategy, ranks, "fp32")
         for model, rows in MORE.items():
             yield from (Cell(model, strategy, n, "fp64") for strategy, n in rows if n == ranks)
+        yield from _staged(ranks)
+
+
+def _staged(ranks: int) -> Iterator[Cell]:
+    """The pipelines. On three ranks a composed one has stages of two ranks and of one."""
+    for model in STAGED:
+        yield from (Cell(model, f"pipeline --schedule {name}", ranks, "fp64") for name in SCHEDULES)
+        if ranks == 2:
+            yield Cell(model, "pipeline", ranks, "fp32")
+        else:
+            yield from (Cell(model, name, ranks, "fp64") for name in COMPOSED)
+        yield from (Cell(model, name, ranks, "fp64") for name in SAVING[ranks])
+    for model, rows in ODD.items():
+        yield from (Cell(model, strategy, n, "fp64") for strategy, n in rows if n == ranks)
+
+
+def parsed(strategy: str) -> tuple[str, Options]:
+    """A strategy and the options behind it."""
+    name, *rest = strategy.split()
+    given = {key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)}
+    return name, Options(**{k: v if k == "schedule" else int(v) for k, v in given.items()})  # type: ignore[arg-type]
 
 
 @cache
@@ -102,9 +167,9 @@ def outcome(cell: Cell, ranks: Ranks) -> tuple[str, float | None]:
     """What a cell comes to, and the fraction of FLOPs split."""
     seen, reference = prepared(cell.model)
     try:
-        verdict = verify(
-            seen, seen.plan(cell.strategy, ranks=cell.ranks), ranks, reference=reference, precision=cell.precision
-        )
+        strategy, options = parsed(cell.strategy)
+        plan = seen.plan(strategy, ranks=cell.ranks, options=options)
+        verdict = verify(seen, plan, ranks, reference=reference, precision=cell.precision)
     except WorkerFailed as error:
         return f"failed: {str(error).strip().splitlines()[-1]}", None
     except Error as error:
