@@ -14,9 +14,9 @@ from fourfold.ops import (
     resample,
     shape,
 )
-from fourfold.ops.nest import Loop, Nest, Window, find_rule, nest_of
+from fourfold.ops.nest import Kept, Loop, Nest, Window, find_rule, nest_of
 
 __all__ = [
-    "Loop", "Nest", "Window", "attention", "conv", "embedding", "find_rule", "linear", "loss", "nest_of", "norm",
+    "Kept", "Loop", "Nest", "Window", "attention", "conv", "embedding", "find_rule", "linear", "loss", "nest_of", "norm",
     "pointwise", "pool", "recurrent", "reduce", "resample", "shape",
 ]  # fmt: skip

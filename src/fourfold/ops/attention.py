@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kept, Loop, Nest, rule
 
 
 @rule("softmax.int", "log_softmax.int", "_softmax", "_log_softmax")
@@ -60,7 +60,26 @@ def attention(op: Op, graph: Graph) -> Nest | None:
         kernel="attention",
         anchor=True,
         flops=2 * q[0] * heads * q[2] * k[2] * (q[3] + v[3]),
-        saved=(0, 1, 2, -1),
+        saved=(0, 1, 2, -1) if q[3] == v[3] else (2,),
+        kept=_kept(head, (q, k, v), tuple(operands[3:]), call),
         detail={"causal": bool(call.get("is_causal", False)), "dropout": call.get("dropout_p", 0.0),
                 "scale": call["scale"], "group": heads // shared},
     )  # fmt: skip
+
+
+def _kept(
+    head: Dim, shapes: tuple[tuple[int, ...], ...], masks: tuple[tuple[Dim, ...], ...], call: Call
+) -> tuple[Kept, ...]:
+    """The logarithms of the sums; a mask of booleans as numbers. Written out, with dropout: weights, mask and their product.
+
+    Where the fast kernel does not apply (other widths of values, a mask with a gradient) torch keeps the weights and copies of
+    query and key too.
+    """
+    q, k, v = shapes
+    weights: tuple[Dim, ...] = (("n",), head, ("t",), (k[2],))
+    if call.get("dropout_p", 0.0):
+        return (Kept(weights), Kept(weights), Kept(weights))
+    if v[3] != q[3]:
+        return (Kept(weights), Kept((("n",), head, ("t",), (q[3],))), Kept((("n",), head, (k[2],), (q[3],))))
+    boolean = bool(masks) and call.spec("attn_mask").dtype == "bool"
+    return (Kept((("n",), head, ("t",))), *(Kept(mask) for mask in masks if boolean))

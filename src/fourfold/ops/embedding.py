@@ -55,7 +55,7 @@ def gather(op: Op, graph: Graph) -> Nest | None:
     names = {loop.name for loop in loops}
     source: tuple[Dim, ...] = tuple((f"i{d}",) if f"i{d}" in names and d != dim else (n,) for d, n in enumerate(x))
     result: tuple[Dim, ...] = tuple((f"i{d}",) if f"i{d}" in names else (n,) for d, n in enumerate(ids))
-    return Nest(loops=loops, operands=(source, result), results=(result,), saved=(1,))
+    return Nest(loops=loops, operands=(source, result), results=(result,), saved=(0, 1))
 
 
 @rule("index.Tensor", "_unsafe_index.Tensor")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kept, Kind, Loop, Nest, rule
 
 
 def _leading(shape: Sequence[int]) -> list[Loop]:
@@ -43,6 +43,7 @@ def linear(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(x) * w[0],
         saved=(0, 1),
+        when={0: (1,), 1: (0,)},
     )
 
 
@@ -66,6 +67,7 @@ def addmm(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * x[0] * x[1] * w[1],
         saved=(1, 2),
+        when={1: (2,), 2: (1,)},
     )
 
 
@@ -91,13 +93,18 @@ def matmul(op: Op, graph: Graph) -> Nest | None:
         first = width - len(own)
         return tuple((f"b{first + i}",) if size == lead[first + i] else () for i, size in enumerate(own))
 
+    full: tuple[Dim, ...] = tuple((f"b{i}",) for i in range(width))
+    # of factors with more than three dims a repeated one is written out; against a plain matrix nothing is repeated
+    repeated = [k for k, s in enumerate((x, w)) if min(len(x), len(w)) > 3 and s[:-2] != lead]
     return Nest(
         loops=tuple(loops),
         operands=((*dims(x), ("m",), ("c",)), (*dims(w), ("c",), ("f",))),
         results=((*((f"b{i}",) for i in range(width)), ("m",), ("f",)),),
         anchor=True,
         flops=2 * math.prod(call.result) * x[-1],
-        saved=(0, 1),
+        saved=tuple(k for k in (0, 1) if k not in repeated),
+        when={0: (1,), 1: (0,)},
+        kept=tuple(Kept((*full, *((size,) for size in (x, w)[k][-2:]))) for k in repeated),
     )
 
 
@@ -121,8 +128,9 @@ def _vector_product(op: Op, x: tuple[int, ...], w: tuple[int, ...]) -> Nest | No
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in lead)
     loops = (*lead, Loop(name="c", size=x[-1], labels=("channel",), kind="sum"))
     return Nest(
-        loops=loops, operands=((*dims, ("c",)), (("c",),)), results=(dims,), anchor=True, flops=2 * math.prod(x), saved=(0, 1)
-    )
+        loops=loops, operands=((*dims, ("c",)), (("c",),)), results=(dims,), anchor=True, flops=2 * math.prod(x), saved=(0, 1),
+        when={0: (1,), 1: (0,)},
+    )  # fmt: skip
 
 
 @rule("baddbmm")
@@ -146,6 +154,7 @@ def baddbmm(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(x) * w[2],
         saved=(1, 2),
+        when={1: (2,), 2: (1,)},
     )
 
 
@@ -177,6 +186,7 @@ def einsum(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(sizes.values()),
         saved=tuple(range(len(terms))),
+        when={k: tuple(j for j in range(len(terms)) if j != k) for k in range(len(terms))},
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kept, Kind, Loop, Nest, rule
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's reduction codes."""
+
+_SAVED: dict[str, tuple[int, ...]] = {"kl_div": (1,), "l1_loss": (), "poisson_nll_loss": (1,)}
+"""What some elementwise losses keep; the others keep all they read."""
 
 
 @rule("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
@@ -27,12 +30,22 @@ def cross_entropy(op: Op, graph: Graph) -> Nest | None:
     if call["weight"] is not None:
         operands.append(((x[1],),))
     result: tuple[Dim, ...] = tuple(d for i, d in enumerate(dims) if i != 1) if reduction == NONE else ()
+    logits, smooth = op.target.startswith("aten.cross"), bool(call.get("label_smoothing", 0.0))
     return Nest(
-        loops=loops, operands=tuple(operands), results=(result,), kernel="cross_entropy", flops=6 * math.prod(x), saved=(0, 1),
+        loops=loops, operands=tuple(operands), results=(result,), kernel="cross_entropy", flops=6 * math.prod(x),
+        saved=(*(() if logits else (0,)), *(() if soft and smooth else (1,)), *range(2, len(operands))),
+        kept=_kept(dims, soft=soft, smooth=smooth) if logits else (),
         detail={"reduction": reduction, "weight": call["weight"] is not None, "soft": soft,
                 "ignore": call.get("ignore_index", -100), "smoothing": call.get("label_smoothing", 0.0),
-                "logits": op.target.startswith("aten.cross"), "rows": x[0], "targets": target},
+                "logits": logits, "rows": x[0], "targets": target},
     )  # fmt: skip
+
+
+def _kept(dims: tuple[Dim, ...], *, soft: bool, smooth: bool) -> tuple[Kept, ...]:
+    """The log-softmax of the logits; smoothed, also the targets that were mixed, or which of them count."""
+    rows = tuple(d for i, d in enumerate(dims) if i != 1)
+    more = (Kept(dims),) if soft else (Kept(rows, 1),)
+    return (Kept(dims), *(more if smooth else ()))
 
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -43,7 +56,8 @@ def elementwise(op: Op, graph: Graph) -> Nest | None:
         "binary_cross_entropy": "input target weight reduction",
         "poisson_nll_loss": "input target log_input full eps reduction",
     }
-    call = Call(op, graph, names.get(op.target.split(".")[1], "input target reduction"))
+    name = op.target.split(".")[1]
+    call = Call(op, graph, names.get(name, "input target reduction"))
     reduction = call.get("reduction", MEAN)
     shapes = [graph.values[name].shape for name in op.operands]
     width = max(len(s) for s in shapes)
@@ -56,9 +70,11 @@ def elementwise(op: Op, graph: Graph) -> Nest | None:
         return tuple((f"i{first + d}",) if size == full[first + d] else () for d, size in enumerate(shape))
 
     result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops) if reduction == NONE else ()
-    position = names.get(op.target.split(".")[1], "input target reduction").split().index("reduction")
+    position = names.get(name, "input target reduction").split().index("reduction")
+    log = name == "kl_div" and bool(op.kwargs.get("log_target", op.args[3] if len(op.args) > 3 else False))
     return Nest(
         loops=loops, operands=tuple(dims(s) for s in shapes), results=(result,), kernel="elementwise_loss",
-        flops=4 * math.prod(full), saved=tuple(range(len(shapes))),
+        flops=4 * math.prod(full), saved=() if log else _SAVED.get(name, tuple(range(len(shapes)))),
+        kept=(Kept(tuple((loop.name,) for loop in loops)),) if log or name in ("l1_loss", "poisson_nll_loss") else (),
         detail={"reduction": reduction, "position": position, "count": math.prod(full)},
     )  # fmt: skip

@@ -68,13 +68,27 @@ Dim = tuple[Term, ...]
 """Factors of one tensor dim, outermost first; the empty tuple is a dim of size one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Memory an op keeps for backward that is none of its operands or results: its dims, and bytes of an element.
+
+    Without `item` an element is as large as one of the first result. `page`: it is rounded up to a multiple of this.
+    """
+
+    dims: tuple[Dim, ...]
+    item: int = 0
+    page: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nest:
     """The loops of one op and how its tensors lie along them.
 
     `linear`: operands in which the op is jointly linear, so that partial values may pass. `kernel`: the runtime's way to run a
     shard, where the plain ATen call does not do. `anchor`: the op has a split of its own; others follow their inputs.
-    `saved`: operands (``0, 1...``) and results (``-1, -2...``) autograd keeps for backward.
+    `saved`: operands (``0, 1...``) and results (``-1, -2...``) autograd keeps for backward; `when`: operands it keeps only if
+    one of these operands needs a gradient; `kept`: what else it keeps. All three are of the op itself: where a kernel with
+    collectives takes its place, `oracle.saving` knows what that keeps.
     """
 
     loops: tuple[Loop, ...]
@@ -85,6 +99,8 @@ class Nest:
     anchor: bool = False
     flops: int = 0
     saved: tuple[int, ...] = ()
+    when: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    kept: tuple[Kept, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def loop(self, name: str) -> Loop:

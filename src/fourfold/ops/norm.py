@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kept, Loop, Nest, rule
 
 
-def _nest(call: Call, loops: tuple[Loop, ...], x: tuple[Dim, ...], operands: list[tuple[Dim, ...]], kernel: str) -> Nest:
-    numel = math.prod(call.result)
-    return Nest(loops=loops, operands=(x, *operands), results=(x,), kernel=kernel, flops=8 * numel, saved=(0,))
+def _nest(
+    call: Call,
+    loops: tuple[Loop, ...],
+    x: tuple[Dim, ...],
+    operands: list[tuple[Dim, ...]],
+    kernel: str,
+    kept: tuple[Kept, ...],
+) -> Nest:
+    return Nest(
+        loops=loops, operands=(x, *operands), results=(x,), kernel=kernel, flops=8 * math.prod(call.result), saved=(0,),
+        kept=kept,
+    )  # fmt: skip
 
 
 @rule("batch_norm", "instance_norm")
@@ -31,7 +40,11 @@ def batch_norm(op: Op, graph: Graph) -> Nest | None:
     loops += [Loop(name=f"d{i}", size=size, kind="joint" if joint else "map") for i, size in enumerate(x[2:])]
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     stats: list[tuple[Dim, ...]] = [(("c",),) for _ in given]
-    return _nest(call, tuple(loops), dims, stats, "batch_norm" if whole_batch else "instance_norm")
+    if whole_batch:
+        return _nest(call, tuple(loops), dims, stats, "batch_norm", (Kept((("c",),)),) * 2 if joint else ())
+    rows = Kept((("n",), ("c",)))  # moments, and weight and running moments repeated for every sample
+    count = 2 * joint + ("weight" in given) + 2 * ("running_mean" in given)
+    return _nest(call, tuple(loops), dims, stats, "instance_norm", (rows,) * count)
 
 
 @rule("group_norm")
@@ -46,7 +59,7 @@ def group_norm(op: Op, graph: Graph) -> Nest | None:
     )
     dims: tuple[Dim, ...] = (("n",), ("g", "c"), *((f"d{i}",) for i in range(len(x) - 2)))
     affine: list[tuple[Dim, ...]] = [(("g", "c"),) for name in ("weight", "bias") if call[name] is not None]
-    return _nest(call, loops, dims, affine, "group_norm")
+    return _nest(call, loops, dims, affine, "group_norm", (Kept((("n",), ("g",))),) * 2)
 
 
 @rule("layer_norm", "rms_norm")
@@ -60,4 +73,8 @@ def layer_norm(op: Op, graph: Graph) -> Nest | None:
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     names = ("weight",) if op.target.startswith("aten.rms") else ("weight", "bias")
     affine: list[tuple[Dim, ...]] = [dims[first:] for name in names if call[name] is not None]
-    return _nest(call, loops, dims, affine, "layer_norm")
+    moments = Kept(dims[:first])
+    kept = (moments, moments)
+    if op.target.startswith("aten.rms"):  # the normalised rows too, where a weight multiplies them
+        kept = (moments, *((Kept(dims),) if affine else ()))
+    return _nest(call, loops, dims, affine, "layer_norm", kept)

@@ -7,13 +7,18 @@ and products with plain numbers.
 from __future__ import annotations
 
 from fourfold.graph import Graph, Op, Ref
-from fourfold.ops.nest import Dim, Loop, Nest, rule
+from fourfold.ops.nest import Dim, Kept, Loop, Nest, rule
 
 _LINEAR_ALL = ("aten.add.Tensor", "aten.sub.Tensor", "aten.neg", "aten.clone", "aten.alias", "aten.contiguous")
 _LINEAR_FIRST = ("aten.mul.Scalar", "aten.div.Scalar", "aten.mul.Tensor", "aten.div.Tensor")
-_SAVES_RESULT = ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "threshold")
-_SAVES_INPUTS = ("mul", "div", "gelu", "silu", "leaky_relu", "elu", "hardtanh", "hardswish", "mish", "softplus", "pow",
-                 "log", "sin", "cos", "abs", "where", "maximum", "minimum", "square", "erf", "prelu")  # fmt: skip
+_SAVES_RESULT = ("relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt", "reciprocal")
+_SAVES_NOTHING = (
+    "add", "sub", "rsub", "neg", "clone", "alias", "contiguous", "detach", "to", "_to_copy", "type_as", "lift_fresh_copy",
+    "lift_fresh", "zeros_like", "ones_like", "full_like", "fill", "copy", "sign", "floor", "ceil", "round", "trunc", "eq", "ne",
+    "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_not", "bitwise_and",
+    "bitwise_or", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "isnan", "isinf", "isfinite", "floor_divide",
+)  # fmt: skip
+"""Others keep their operands: true of most, too much for a few."""
 
 
 def broadcast(op: Op, graph: Graph, shape: tuple[int, ...]) -> tuple[tuple[Loop, ...], tuple[tuple[Dim, ...], ...]]:
@@ -37,11 +42,21 @@ def _linear(op: Op) -> tuple[int, ...]:
     return ()
 
 
-def _saved(op: Op) -> tuple[int, ...]:
-    name = op.target.split(".")[1]
+def _saved(op: Op) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """What autograd keeps, and what of it only for the gradients of certain operands."""
+    name, count = op.target.split(".")[1].rstrip("_"), len(op.operands)
     if name in _SAVES_RESULT:
-        return (-1,)
-    return tuple(range(len(op.operands))) if name in _SAVES_INPUTS else ()
+        return (-1,), {}
+    if name in _SAVES_NOTHING or (name in ("mul", "div") and count == 1) or op.target == "aten.lerp.Scalar":
+        return (), {}
+    if name in ("where", "masked_fill"):
+        return (0,) if name == "where" else (1,), {}
+    every = tuple(range(count))
+    if name == "mul":
+        return every, {0: (1,), 1: (0,)}
+    if name == "div":
+        return every, {0: (1,)}
+    return every, {1: (2,), 2: (1,)} if name == "addcmul" else {}
 
 
 @rule(
@@ -56,13 +71,17 @@ def pointwise(op: Op, graph: Graph) -> Nest | None:
     shape = graph.values[op.results[0]].shape
     loops, operands = broadcast(op, graph, shape)
     numel = graph.values[op.results[0]].numel
+    saved, when = _saved(op)
+    result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     return Nest(
         loops=loops,
         operands=operands,
-        results=(tuple((loop.name,) for loop in loops),),
+        results=(result,),
         linear=_linear(op),
         flops=0 if op.target.startswith(("aten.clone", "aten.alias", "aten.detach", "aten.to")) else numel,
-        saved=_saved(op),
+        saved=saved,
+        when=when,
+        kept=(Kept(result),) if op.target.startswith("aten.log_sigmoid") else (),
     )
 
 
@@ -80,7 +99,7 @@ def prelu(op: Op, graph: Graph) -> Nest | None:
 def random_creation(op: Op, graph: Graph) -> Nest | None:
     """Random numbers from nothing (drop path): drawn like masks, alike under every split."""
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(graph.values[op.results[0]].shape))
-    return Nest(loops=loops, operands=(), results=(tuple((loop.name,) for loop in loops),), kernel="random", saved=(-1,))
+    return Nest(loops=loops, operands=(), results=(tuple((loop.name,) for loop in loops),), kernel="random")
 
 
 @rule("dropout", "feature_dropout", "alpha_dropout", "rand_like", "randn_like", "bernoulli", "native_dropout")
@@ -90,4 +109,13 @@ def random(op: Op, graph: Graph) -> Nest | None:
         return None
     nest = pointwise(op, graph)
     assert nest is not None
-    return Nest(loops=nest.loops, operands=nest.operands, results=nest.results, kernel="random", saved=(-1,))
+    mask: tuple[Kept, ...] = (Kept(nest.results[0]),) if op.target.startswith("aten.dropout") else ()
+    if op.target.startswith("aten.feature"):
+        mask = (Kept(nest.results[0][:2]),)
+    kept = mask if _drops(op) else ()
+    return Nest(loops=nest.loops, operands=nest.operands, results=nest.results, kernel="random", kept=kept)
+
+
+def _drops(op: Op) -> bool:
+    """Whether it is a dropout that drops anything."""
+    return "dropout" in op.target and bool(op.args[1]) and bool(op.args[2])

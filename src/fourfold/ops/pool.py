@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Loop, Nest, Window, rule, spatial_label
+from fourfold.ops.nest import Call, Dim, Kept, Loop, Nest, Window, rule, spatial_label
 from fourfold.ops.window import Rows, Sliding
 
 
@@ -52,7 +52,8 @@ def pool(op: Op, graph: Graph) -> Nest | None:
         results=(result,) * len(op.results),
         kernel="max_pool" if is_max else "avg_pool",
         flops=math.prod(y) * math.prod(kernel),
-        saved=(0, -1) if is_max else (0,),
+        saved=(0, -2) if len(op.results) > 1 else (0,),
+        kept=(Kept(result, 8),) if is_max and len(op.results) == 1 else (),  # the places of the maxima
         detail={
             "kernel": kernel,
             "stride": stride,
@@ -98,5 +99,5 @@ def adaptive_pool(op: Op, graph: Graph) -> Nest | None:
         results=(result,) * len(op.results),
         kernel="adaptive_max" if is_max else "resample",
         flops=math.prod(x),
-        saved=(0,),
+        saved=(0, -2) if len(op.results) > 1 else (0,) if is_max or any(outputs) else (),  # a global average is a mean
     )

@@ -35,7 +35,13 @@ def _reduced(op: Op, graph: Graph) -> set[int]:
 
 
 def _nest(
-    op: Op, graph: Graph, kind: Kind, kernel: str, linear: tuple[int, ...] = (), detail: Mapping[str, Any] | None = None
+    op: Op,
+    graph: Graph,
+    kind: Kind,
+    kernel: str,
+    linear: tuple[int, ...] = (),
+    detail: Mapping[str, Any] | None = None,
+    saved: tuple[int, ...] = (0, -1),
 ) -> Nest:
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     gone = _reduced(op, graph)
@@ -51,7 +57,7 @@ def _nest(
         linear=linear,
         kernel=kernel,
         flops=math.prod(x),
-        saved=() if linear else (0,),
+        saved=() if linear else saved,
         detail={"count": count, "dims": tuple(sorted(gone)), "keepdim": keeps, **(detail or {})},
     )
 
@@ -78,7 +84,8 @@ def picked(op: Op, graph: Graph) -> Nest | None:
     gone = _reduced(op, graph)
     kind: Kind = "joint" if len(gone) == 1 and len(graph.values[op.operands[0]].shape) > 1 else "whole"
     values = len(op.results) > 1
-    return _nest(op, graph, kind, "picked", detail={"sign": 1 if "max" in op.target else -1, "values": values})
+    detail = {"sign": 1 if "max" in op.target else -1, "values": values}
+    return _nest(op, graph, kind, "picked", detail=detail, saved=(-2,) if values else ())
 
 
 @rule("var", "std", "var_mean", "std_mean")
@@ -91,7 +98,7 @@ def moments(op: Op, graph: Graph) -> Nest | None:
         correction = int(call.get("unbiased", True))
     name = op.target.split(".")[1]
     detail = {"correction": correction, "root": name.startswith("std"), "mean": name.endswith("mean")}
-    return _nest(op, graph, "joint", "moments", detail=detail)
+    return _nest(op, graph, "joint", "moments", detail=detail, saved=(0, -1) if name.startswith("std") else (0,))
 
 
 @rule("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 from fourfold.graph import Graph, Op
@@ -304,7 +305,8 @@ def pad(op: Op, graph: Graph) -> Nest | None:
         if before or after:
             size = x[len(x) - 1 - k]
             taps[len(x) - 1 - k] = tuple(_source(o, size, mode) for o in range(-before, size + after))
-    return _rows(op, graph, taps, fill if mode == "constant" else 0.0)
+    nest = _rows(op, graph, taps, fill if mode == "constant" else 0.0)
+    return replace(nest, saved=(0,)) if mode in ("reflect", "replicate") else nest
 
 
 def _source(o: int, size: int, mode: str) -> int:
@@ -348,7 +350,8 @@ def _along(op: Op, graph: Graph, dim: int, *, results: int = 1) -> Nest:
     dims: tuple[Dim, ...] = tuple((x[d],) if d == dim % len(x) else (f"i{d}",) for d in range(len(x)))
     out = graph.values[op.results[0]].shape
     result: tuple[Dim, ...] = tuple((out[d],) if d == dim % len(x) else (f"i{d}",) for d in range(len(x)))
-    return Nest(loops=loops, operands=(dims,), results=(result,) * results, flops=math.prod(x))
+    saved = (-2,) if results > 1 else ()
+    return Nest(loops=loops, operands=(dims,), results=(result,) * results, flops=math.prod(x), saved=saved)
 
 
 @rule("cumsum", "cumprod", "sort", "topk", "argsort")

@@ -1,0 +1,58 @@
+"""Memory as blocks that somebody holds: taken, held again, dropped, and gone when nobody does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    size: int
+    kind: str
+    holders: int = 1
+    gathered: Gathered | None = None  # a weight that is gathered again when backward wants it
+
+
+@dataclass(eq=False, slots=True)
+class Gathered:
+    """A weight stored divided: the gathered copy that backward works with, while it does."""
+
+    size: int
+    full: Block | None = None
+
+
+@dataclass(slots=True)
+class Heap:
+    """Bytes alive by kind, and what they were when their sum was largest. Sizes are rounded up to `granularity`."""
+
+    granularity: int = 1
+    alive: dict[str, int] = field(default_factory=dict)
+    total: int = 0
+    peak: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    where: str = ""
+    now: str = ""  # what is going on, to be remembered with the peak
+
+    def take(self, size: int, kind: str) -> Block:
+        size = -(-size // self.granularity) * self.granularity
+        self.alive[kind] = self.alive.get(kind, 0) + size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.parts, self.where = self.total, dict(self.alive), self.now
+        return Block(size, kind)
+
+    def hold(self, block: Block) -> Block:
+        block.holders += 1
+        return block
+
+    def drop(self, block: Block) -> None:
+        block.holders -= 1
+        assert block.holders >= 0, f"a block of {block.size} bytes ({block.kind}) was dropped twice"
+        if block.holders == 0:
+            self.alive[block.kind] -= block.size
+            self.total -= block.size
+
+    def pass_through(self, size: int, kind: str) -> None:
+        """Take and drop: alive for a moment."""
+        if size > 0:
+            self.drop(self.take(size, kind))

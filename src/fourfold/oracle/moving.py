@@ -1,0 +1,72 @@
+"""Memory of an exchange on one rank: what it makes, and what it holds beside that while it is under way.
+
+It follows `runtime.exchange` step by step. gloo's own buffers count where torch's allocator gives them (the flat result of
+an all-gather into a list); those inside the library do not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fourfold.plans.exchange import Exchange, Step, Transfer, transfers
+
+BOARD_BYTES = 64 * 1024
+"""Up to this size sums between ranks of one host go through shared memory, whose rows are copied out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One step: bytes of the result (None: a view of the source) and of what else is alive until it is there."""
+
+    result: int | None
+    beside: int = 0
+
+
+def moving(exchange: Exchange, rank: int, item: int, *, host: bool) -> tuple[Moved, ...]:
+    """The steps of an exchange on a rank; `host`: its ranks share one, and a CPU."""
+    return tuple(_moved(step, rank, item, host) for step in exchange.steps)
+
+
+def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
+    coords = step.mesh.coords(rank)
+    size = math.prod(step.target.local_shape(coords)) * item
+    source = math.prod(step.source.local_shape(coords)) * item
+    count = math.prod(step.mesh.extent(a) for a in step.axes)
+    if step.pattern == "none":
+        return Moved(None)
+    if step.pattern == "local":
+        return _local(step, rank, size)
+    if step.pattern == "all_reduce":
+        return Moved(size, count * size if host and size <= BOARD_BYTES else 0)
+    shape = step.target.local_shape(coords)
+    if step.pattern == "all_gather":
+        return Moved(size, 0 if math.prod(shape[: step.dim]) == 1 else size)
+    if step.pattern == "reduce_scatter":
+        return Moved(size, source if math.prod(shape[: step.dim]) == 1 else 2 * source)
+    return _all_to_all(step, rank, size, item)
+
+
+def _local(step: Step, rank: int, size: int) -> Moved:
+    shape = step.target.local_shape(step.mesh.coords(rank))
+    gives = [t for t in transfers(step, rank, incoming=False) if t.peer == rank]
+    if len(gives) == 1 and gives[0].shape == shape:
+        return Moved(None if _run(gives[0], step.source.local_shape(step.mesh.coords(rank))) else size)
+    return Moved(size)
+
+
+def _run(transfer: Transfer, held: tuple[int, ...]) -> bool:
+    """Whether a box is a run of memory in what a rank holds: cut along the first dim that has more than one index."""
+    cut = [d for d, (a, b) in enumerate(zip(transfer.shape, held, strict=True)) if a != b]
+    whole = all(len(spans) == 1 for spans in transfer.spans)
+    return whole and (not cut or (math.prod(transfer.shape[: cut[-1]]) == 1))
+
+
+def _all_to_all(step: Step, rank: int, size: int, item: int) -> Moved:
+    """Pieces that are no runs of memory are copied, then packed; what arrives is unpacked from a buffer."""
+    held = step.source.local_shape(step.mesh.coords(rank))
+    gives = [t for t in transfers(step, rank, incoming=False) if t.peer != rank]
+    takes = [t for t in transfers(step, rank, incoming=True) if t.peer != rank]
+    packed = sum(t.numel for t in gives)
+    copies = sum(t.numel for t in gives if not _run(t, held))
+    return Moved(size, item * (packed + copies + sum(t.numel for t in takes)))
