@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -65,10 +66,10 @@ class Subject:
     start: dict[str, Tensor]
     reference: Trial
 
-    def errors(self, plan: Plan, ranks: Ranks | None = None) -> dict[str, float]:
+    def errors(self, plan: Plan, ranks: Ranks | None = None, run: Callable[[Task], Any] = run_task) -> dict[str, float]:
         """Run a plan on local ranks (by default the session's); the worst error of each kind against one rank, in float64."""
         result = str(Path(self.task.data).with_name("got.pt"))
-        (ranks or pool(plan.size))(run_task, replace(self.task, plan=plan, result=result))
+        (ranks or pool(plan.size))(run, replace(self.task, plan=plan, result=result))
         got: Trial = torch.load(result, weights_only=False)
         reference = self.reference
         losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, reference.losses, strict=True))

@@ -21,9 +21,11 @@ from fourfold.index import IndexSet
 from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.plans.layout import Layout
 from fourfold.plans.plan import Segment
+from fourfold.runtime import rounds
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.ring import Shared
+from fourfold.runtime.rounds import chunks
 from fourfold.runtime.trial import Task, optimizer_named, run_task, runner
 from fourfold.runtime.wired import Wired
 from fourfold.runtime.zero import Weights
@@ -180,6 +182,29 @@ def test_weights_are_gathered_again_where_a_segment_is_recomputed(apart: Ranks) 
     plan = plan_of(VGG, "data", 3, 3, microbatches=2, recompute=segments)
     assert_equal(built_in(VGG).errors(plan))
     assert_equal(built_in(VGG).errors(plan, ranks=apart))
+
+
+@pytest.mark.parametrize("shapes", [[(3, 4), (0, 5), (7,), (2, 6)], [(1, 12)], [], [(5, 0)]])
+def test_chunks_hold_every_row_once_and_no_more_than_fits(shapes: list[tuple[int, ...]]) -> None:
+    found = chunks(shapes, 12)
+    rows = [(k, row) for chunk in found for k, low, high in chunk for row in range(low, high)]
+    assert rows == [(k, row) for k, shape in enumerate(shapes) if all(shape) for row in range(shape[0])]
+    widths = [torch.Size(shape[1:]).numel() for shape in shapes]
+    assert all(sum((high - low) * widths[k] for k, low, high in chunk) <= 12 for chunk in found)
+
+
+def run_in_small_chunks(task: Task) -> None:
+    kept, rounds.CHUNK_BYTES = rounds.CHUNK_BYTES, 8 * 1000
+    try:
+        run_task(task)
+    finally:
+        rounds.CHUNK_BYTES = kept
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+def test_slices_gathered_in_many_rounds_give_the_numbers_of_one_rank(apart: Ranks, sockets: bool) -> None:
+    plan = plan_of("gpt2", "data", 3, 1)
+    assert_equal(built_in("gpt2").errors(plan, ranks=apart if sockets else pool(3), run=run_in_small_chunks))
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])

@@ -188,6 +188,8 @@ class Runner:
         self.collect, self.record, self.begun = outputs, record, time.perf_counter()
         for executor in self.executors.values():
             executor.begin()
+        for slices in self.slices.values():
+            slices.begin()
         self.feeds = self.fed(tensors)
         for number, task in enumerate(self.tasks):
             if task.kind == "B":

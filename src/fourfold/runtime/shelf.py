@@ -74,12 +74,9 @@ def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def reader(step: Step, world: World, sources: Sequence[Tensor], *, own: bool = True) -> Reader:
-    """A function that fills a result with what a step takes, read from where each rank keeps its part.
-
-    `own`: also what this rank has itself.
-    """
-    taken = [t for t in transfers(step, world.rank, incoming=True) if own or t.peer != world.rank]
+def reader(step: Step, world: World, sources: Sequence[Tensor]) -> Reader:
+    """A function that fills a result with what a step takes, read from where each rank keeps its part."""
+    taken = transfers(step, world.rank, incoming=True)
     ways = [(t.spans, sources[t.peer], _given(step, t.peer, world.rank).spans) for t in taken]
 
     def read(out: Tensor) -> None:

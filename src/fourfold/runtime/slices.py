@@ -16,38 +16,40 @@ from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Coords
 from fourfold.plans.program import Program
 from fourfold.runtime.exchange import Spans, take
-from fourfold.runtime.parcel import Parcel, grouped
-from fourfold.runtime.shelf import Reader, Shelf, reader
+from fourfold.runtime.rounds import Rounds
 from fourfold.runtime.world import World
-
-PARCEL_BYTES = 64 * 2**20
 
 
 class Slices:
     """The parts of one stage's parameters that this rank updates; none where it updates all it stores."""
 
     def __init__(self, program: Program, state: Mapping[str, Tensor], world: World) -> None:
-        self.state, self.world = state, world
-        self.steps = {n: step for n in program.updates for step in _gathering(program, n)}
-        self.spans = {n: _within(program.stored[n], program.updates[n], world.coords) for n in self.steps}
+        self.program, self.state, self.world = program, state, world
+        axes = {n: step.axes for n in program.updates for step in _gathering(program, n)}
+        self.spans = {n: _within(program.stored[n], program.updates[n], world.coords) for n in axes}
         self.parts = {n: take(state[n].detach(), spans).requires_grad_() for n, spans in self.spans.items()}
-        self.shelf = Shelf.open({n: (program.updates[n], state[n].dtype) for n in self.steps}, world)
-        self._readers = [self._reader(n) for n in self.steps] if self.shelf is not None else []
-        self._parcels = self._packed() if self.shelf is None else []
+        groups: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+        for name in axes:
+            groups.setdefault((axes[name], state[name].dtype), []).append(name)
+        self.rounds = [
+            Rounds([self._views(names, rank) for rank in world.members(along)], along, world)
+            for (along, _), names in groups.items()
+        ]
 
-    def _reader(self, name: str) -> tuple[Tensor, Reader]:
-        rows = self.shelf.rows if self.shelf is not None else []
-        return self.state[name].detach(), reader(self.steps[name], self.world, [row[name] for row in rows], own=False)
-
-    def _packed(self) -> list[tuple[list[str], Parcel]]:
-        names, steps = list(self.steps), list(self.steps.values())
-        groups = grouped(steps, [self.state[n].dtype for n in names], PARCEL_BYTES)
-        return [([names[k] for k in group], Parcel([steps[k] for k in group], self.world)) for group in groups]
+    def _views(self, names: list[str], rank: int) -> list[Tensor]:
+        """What a rank updates, in this rank's copies."""
+        coords, stored, updates = self.world.mesh.coords(rank), self.program.stored, self.program.updates
+        return [take(self.state[n].detach(), _within(stored[n], updates[n], coords)) for n in names]
 
     @property
     def own(self) -> list[Tensor]:
-        """This rank's row of the shelf: memory that no allocator counts."""
-        return list(self.shelf.rows[self.world.rank].values()) if self.shelf is not None else []
+        """Shared memory of this rank's, which no allocator counts."""
+        return [tensor for rounds in self.rounds for tensor in rounds.own]
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before, of which these are views."""
+        for part in self.parts.values():
+            part.grad = None
 
     def take_gradients(self) -> None:
         """Give the slices their parts of the complete gradients."""
@@ -55,18 +57,10 @@ class Slices:
             grad = self.state[name].grad
             part.grad = take(grad, self.spans[name]) if grad is not None else None
 
-    @torch.no_grad()
     def share(self) -> None:
         """Bring the slices that others have updated into this rank's copies; all must call."""
-        if self.shelf is not None:
-            for name, part in self.parts.items():
-                self.shelf.rows[self.world.rank][name].copy_(part)
-            self.shelf.board.barrier()
-            for tensor, read in self._readers:
-                read(tensor)
-            self.shelf.board.barrier()
-        for names, parcel in self._parcels:
-            parcel.launch([self.parts[n].detach() for n in names], into=[self.state[n].detach() for n in names])()
+        for rounds in self.rounds:
+            rounds.share()
 
 
 def _gathering(program: Program, name: str) -> tuple[Step, ...]:
