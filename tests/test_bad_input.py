@@ -82,6 +82,20 @@ def vector_loss():
 def wrong_shape():
     return nn.Linear(5, 3), (x,)
 
+def root_of_mean():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), (x,), (x,), lambda y, t: (y - t).square().mean().sqrt()
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).view(4, 3))
+
+def fixed():
+    return Fixed(), (x,)
+
 not_a_function = 3
 '''
 
@@ -149,6 +163,57 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 )
 def test_a_mistake_is_named_with_its_remedy(refused: Callable[..., str], arguments: list[str], said: str) -> None:
     assert said in refused(*arguments)
+
+
+PIPE = ["plan", SMALL, "--strategy", "pipeline", "--devices", "2"]
+BATCH = ["plan", SMALL, "--strategy", "data", "--devices", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*PIPE, "--stages", "3"], "3 stages need at least 3 ranks under 1f1b-so, 2 given; use at most 2 stages or more ranks"),
+        (["plan", SMALL, "--strategy", "pipeline", "--devices", "99"], "37 places, 99 stages need 98; use at most 38 stages"),
+        ([*PIPE, "--stages", "0"], "--stages 0; use at least 1"),
+        ([*PIPE, "--microbatches", "5"], "5 micro-batches of a batch of 4; use at most 4 or a larger batch"),
+        ([*PIPE, "--microbatches", "0"], "--microbatches 0; use at least 1"),
+        ([*PIPE, "--schedule", "gpip"], "unknown schedule 'gpip'; did you mean 'gpipe'?"),
+        ([*PIPE, "--schedule", "interleaved", "--stages", "3"], "gives each rank 2 stages, 3 do not come out even; use 2 or 4"),
+        ([*PIPE, "--schedule", "interleaved", "--microbatches", "3"], "a multiple of 2 micro-batches, 3 given; use 2 or 4"),
+        ([*BATCH, "--zero", "2"], "--zero 2; use 1 to divide the optimizer's state, 3 for weights too, 0 for neither"),
+        ([*BATCH, "--recompute", "-1"], "--recompute -1; use 0 for none, or the number of segments per stage"),
+        ([*BATCH, "--recompute", "99"], "a stage can be cut in 37 places, 99 segments need 98; use at most 38 segments"),
+    ],
+    ids=lambda value: " ".join(value[2:])[:60] if isinstance(value, list) else "",
+)
+def test_a_pipeline_that_cannot_be_is_named_with_its_remedy(
+    refused: Callable[..., str], arguments: list[str], said: str
+) -> None:
+    assert said in refused(*arguments)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-as", "fbp-as"])
+def test_asynchronous_schedules_are_planned_and_not_run(
+    refused: Callable[..., str], capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    assert run([*PIPE, "--schedule", schedule]) == 0
+    assert f"schedule {schedule}" in capsys.readouterr().out
+    for command in ("verify", "train"):
+        line = refused(command, SMALL, "--strategy", "pipeline", "--ranks", "2", "--schedule", schedule)
+        assert f"schedule {schedule} needs devices that stream transfers under compute" in line
+        assert "use 1f1b-so, 1f1b-sno, gpipe or interleaved" in line
+
+
+def test_a_loss_that_is_no_sum_over_samples_is_refused_in_micro_batches(refused: Callable[..., str], factories: str) -> None:
+    line = refused("plan", f"{factories}:root_of_mean", "--strategy", "pipeline", "--devices", "2")
+    assert "sqrt (aten.sqrt.default) is not linear in a sum over the batch" in line
+    assert "use 1 micro-batch" in line
+    assert run(["plan", f"{factories}:root_of_mean", "--strategy", "pipeline", "--devices", "2", "--microbatches", "1"]) == 0
+
+
+def test_a_model_of_fixed_batch_is_refused_in_micro_batches(refused: Callable[..., str], factories: str) -> None:
+    line = refused("plan", f"{factories}:fixed", "--strategy", "pipeline", "--devices", "2")
+    assert "the model fixes its batch at 4, so 4 micro-batches cannot be smaller; use 1 micro-batch" in line
 
 
 @pytest.mark.parametrize(
@@ -254,6 +319,63 @@ def test_a_plan_file_is_checked(
 ) -> None:
     path = changed(plan_file, tmp_path / "plan.json", **fields)
     assert said in refused("verify", SMALL, "--plan", path)
+
+
+@pytest.fixture(scope="module")
+def staged_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "staged.json"
+    assert run(["plan", SMALL, "--strategy", "data+pipeline", "--devices", "4", "-o", str(path)]) == 0
+    return path
+
+
+def stage(first: str, *ranks: int, data: int | None = None) -> dict[str, object]:
+    return {"first": first, "ranks": list(ranks), "mesh": {"data": data or len(ranks)}}
+
+
+FIRST, SECOND = "features.0.conv2d", "features.17.conv2d_7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stages": [stage(FIRST, 0, 1), stage(SECOND, 1, 2)]}, "each rank from 0 on belongs to one set of ranks"),
+        ({"stages": [stage(FIRST, 0, 1), stage(SECOND, 2, 4)]}, "the stages use ranks [0, 1, 2, 4]"),
+        ({"stages": [stage(FIRST, 0, 1), stage(SECOND, 2, 3, data=3)]}, "stage 1 has ranks [2, 3] for a mesh data=3 of 3"),
+        ({"stages": [stage(FIRST, 0, 0), stage(SECOND, 1, 2)]}, "stage 0 has ranks [0, 0]"),
+        ({"stages": [stage(FIRST, 0, 1), stage("features.17.conv", 2, 3)]}, "which is no op; did you mean"),
+        ({"stages": [stage(FIRST, 0), stage(SECOND, 1), stage("features.7.conv2d_3", 2)]}, "must begin after the one before"),
+        ({"stages": [stage(FIRST, 0, 1)] * 2}, "2 stages given; use 1 stages or the schedule interleaved"),
+        ({"stages": "two"}, "not a plan"),
+        ({"stages": [{"first": FIRST}]}, "not a plan: KeyError 'ranks'"),
+        ({"microbatches": 0}, "0 micro-batches of a batch of 4; use between 1 and 4"),
+        ({"schedule": "1f1b-os"}, "unknown schedule '1f1b-os'; did you mean"),
+        ({"zero": 2}, "zero is 2; use 0, 1 (optimizer state divided) or 3 (weights too)"),
+        ({"recompute": [{"first": "features.99", "last": SECOND}]}, "recomputation begins at 'features.99', which is no op"),
+        ({"recompute": [{"first": SECOND, "last": FIRST}]}, "which does not follow it"),
+    ],
+    ids=lambda value: str(value)[:70] if isinstance(value, dict) else "",
+)
+def test_stages_in_a_plan_file_are_checked(
+    refused: Callable[..., str], staged_file: Path, tmp_path: Path, fields: dict[str, object], said: str
+) -> None:
+    path = changed(staged_file, tmp_path / "plan.json", **fields)
+    assert said in refused("verify", SMALL, "--plan", path)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--stages", "2"], "says 2 stages, --stages is 2; leave --stages out or plan again"),
+        (["--microbatches", "4"], "says 2 micro-batches, --microbatches is 4"),
+        (["--schedule", "gpipe"], "says schedule 1f1b-so, --schedule is gpipe"),
+        (["--recompute", "2"], "says 0 segments to recompute, --recompute is 2"),
+        (["--zero", "1"], "says zero 0, --zero is 1"),
+    ],
+)
+def test_a_plan_file_leaves_nothing_to_ask(
+    refused: Callable[..., str], staged_file: Path, option: list[str], said: str
+) -> None:
+    assert said in refused("train", SMALL, "--plan", staged_file, *option)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1}', "\x00\xff"])

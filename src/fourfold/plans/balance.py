@@ -22,11 +22,19 @@ InfiniBand (thousands), so that a small tensor is preferred to a large one but n
 
 
 def balanced(
-    graph: Graph, batch: int, weights: Sequence[float], *, first: str = "", last: str = "", charge: float = FLOPS_PER_BYTE
+    graph: Graph,
+    batch: int,
+    weights: Sequence[float],
+    *,
+    first: str = "",
+    last: str = "",
+    charge: float = FLOPS_PER_BYTE,
+    pieces: str = "stages",
 ) -> list[str]:
     """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`.
 
-    `charge`: FLOPs for a byte that crosses; 0 where none does, as between segments that are computed again.
+    `charge`: FLOPs for a byte that crosses; 0 where none does, as between segments that are computed again. `pieces` is what
+    a refusal calls them.
     """
     concrete = graph.at(batch)
     fixed = graph.dependent
@@ -37,7 +45,7 @@ def balanced(
     work = np.array([float(nest_of(op, concrete).flops) for op in ops[low:high]])
     alive = _alive(concrete, [op.name for op in ops])[low:high]
     heads = [not _trails(concrete, op) for op in ops[low:high]]
-    places = _places(work, alive, heads, len(weights))
+    places = _places(work, alive, heads, len(weights), pieces)
     chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * charge, places, weights)
     return [paths[low + k] for k in (0, *chosen)]
 
@@ -64,7 +72,7 @@ def _trails(graph: Graph, op: Op) -> bool:
     return maker is not None and nest_of(maker, graph).anchor and not nest_of(op, graph).anchor
 
 
-def _places(work: np.ndarray, alive: np.ndarray, heads: list[bool], stages: int) -> list[int]:
+def _places(work: np.ndarray, alive: np.ndarray, heads: list[bool], stages: int, pieces: str) -> list[int]:
     """Boundaries to choose from: valleys of what is alive or, if those are too few, all with work on both sides."""
     inner = range(1, len(work))
     valleys = [k for k in inner if alive[k] <= alive[k - 1] and (k + 1 == len(work) or alive[k] <= alive[k + 1])]
@@ -74,8 +82,9 @@ def _places(work: np.ndarray, alive: np.ndarray, heads: list[bool], stages: int)
     busy = np.flatnonzero(work)
     every = [k for k in inner if len(busy) and busy[0] < k <= busy[-1]]
     if len(every) < stages - 1:
-        raise Infeasible(f"the model can be cut in {len(every)} places, {stages} stages need {stages - 1}; "
-                         f"use at most {len(every) + 1} stages")  # fmt: skip
+        what = "the model" if pieces == "stages" else "a stage"
+        raise Infeasible(f"{what} can be cut in {len(every)} places, {stages} {pieces} need {stages - 1}; "
+                         f"use at most {len(every) + 1} {pieces}")  # fmt: skip
     return every
 
 

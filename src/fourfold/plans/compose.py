@@ -133,7 +133,8 @@ def _segments(graph: Graph, plan: Plan, count: int) -> tuple[Segment, ...]:
     begins = [0, *(paths.index(stage.first) for stage in plan.stages[1:])]
     out = []
     for low, high in zip(begins, [*begins[1:], len(paths)], strict=True):
-        firsts = balanced(graph, plan.sizes[0], [1.0] * count, first=paths[low], last=paths[high - 1], charge=0.0)
+        span = {"first": paths[low], "last": paths[high - 1]}
+        firsts = balanced(graph, plan.sizes[0], [1.0] * count, **span, charge=0.0, pieces="segments")
         starts = [paths.index(first) for first in firsts]
         ends = [*starts[1:], high]
         out += [Segment(first=paths[a], last=paths[b - 1]) for a, b in zip(starts, ends, strict=True)]

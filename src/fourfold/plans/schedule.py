@@ -185,7 +185,9 @@ def forward_backward_parallel(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Several stages per rank, micro-batches in groups of `ranks` (Megatron's order): a bubble `chunks` times smaller."""
     if microbatches % ranks:
-        raise InvalidInput(f"interleaved needs a multiple of {ranks} micro-batches, {microbatches} given")
+        fewer = microbatches // ranks * ranks
+        raise InvalidInput(f"interleaved needs a multiple of {ranks} micro-batches, {microbatches} given; "
+                           f"use {f'{fewer} or ' if fewer else ''}{fewer + ranks}")  # fmt: skip
     total = microbatches * chunks
     rows = []
     for rank in range(ranks):
