@@ -33,6 +33,8 @@ STATE = {"sgd": 0, "momentum": 1, "adamw": 2}
 """Tensors of a parameter's size that an optimizer keeps."""
 SCRATCH = {"sgd": 0, "momentum": 0, "adamw": 2}
 """And those it makes while it updates one parameter."""
+CHUNK_BYTES = 4 * 2**20
+"""What a rank gives at a time when slices are gathered under ZeRO-1; two of them lie in common memory."""
 RING_BYTES = 16 * 2**20
 """The least common memory through which gradients of gathered weights go, per rank."""
 
@@ -208,15 +210,26 @@ class _Rank:
             size = math.prod(layout.local_shape(stage.coords)) * ITEM_BYTES[values[name].dtype]
             for _ in range(STATE[self.optimizer]):
                 self.heap.take(size, "optimizer")
-            sliced = bool(Exchange(program.mesh, layout, program.stored[name]).steps)
-            if sliced and self.machine.host:
-                self.heap.take(size, "slices")
         for name in program.reductions:
             if name in stage.state and stage.state[name].var is not None:
                 self.heap.take(stage.state[name].bytes, "summed gradients")
+        if self.machine.host:
+            for size, _ in self._rounds(stage):
+                self.heap.take(2 * size, "slices")
         given = [self._given(stage, move) for move in program.moves() if self._gathers(stage, move)]
         if given and self.machine.host:
             self.heap.take(max(RING_BYTES, 2 * max(given)), "ring")
+
+    def _rounds(self, stage: _Stage) -> list[tuple[int, int]]:
+        """Of each group that gathers slices under ZeRO-1: bytes a rank gives at a time, and how many ranks there are."""
+        program, values = stage.program, stage.program.graph.values
+        rows: dict[tuple[tuple[str, ...], str], int] = {}
+        for name, layout in program.updates.items():
+            for step in Exchange(program.mesh, layout, program.stored[name]).steps:
+                row = math.prod(layout.local_shape(stage.coords)[1:]) * ITEM_BYTES[values[name].dtype]
+                key = (step.axes, values[name].dtype)
+                rows[key] = max(rows.get(key, CHUNK_BYTES), row)
+        return [(size, math.prod(program.mesh.extent(a) for a in axes)) for (axes, _), size in rows.items()]
 
     def _gathers(self, stage: _Stage, move: Move) -> bool:
         tensor = stage.state.get(move.source)
@@ -344,6 +357,9 @@ class _Rank:
             for name, layout in stage.program.updates.items()
         ]
         self.heap.pass_through(SCRATCH[self.optimizer] * max(sizes, default=0), "workspace")
+        for stage in self.stages.values() if not self.machine.host else ():
+            for size, count in self._rounds(stage):
+                self.heap.pass_through((1 + count) * size, "slices")
 
 
 __all__ = ["CPU", "CUDA", "Machine", "Memory", "Peak", "memory"]

@@ -31,6 +31,7 @@ class Var:
     leaf: bool = False
     size: int = 0
     grad: Block | None = None
+    turn: int = -1  # of a leaf: the backward that last added to its gradient
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +85,7 @@ class Tape:
     machine: Machine
     nodes: list[Node] = field(default_factory=list)
     recording: bool = True
+    turn: int = 0  # counts backwards
     keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
 
     # --- forward ---
@@ -334,6 +336,7 @@ class Tape:
 
     def backward(self, nodes: list[Node]) -> None:
         """Through the ops of one forward, from the last; their outputs' gradients are there."""
+        self.turn += 1
         self._run(nodes)
 
     def _run(self, nodes: list[Node]) -> None:
@@ -369,13 +372,20 @@ class Tape:
 
     def accumulate(self, var: Var, block: Block) -> None:
         """Add a gradient to a variable's."""
+        self._add(var, block)
+        var.turn = self.turn
+
+    def _add(self, var: Var, block: Block) -> None:
         if var.grad is None:
             if var.leaf and block.holders > 1:
                 new = self.heap.take(block.size, "gradients")
                 self.heap.drop(block)
                 block = new
             var.grad = block
-        elif var.leaf or var.grad.holders == 1:
+        elif var.leaf:  # of the same backward it may be a view, and then the sum is new; else added in place
+            self.heap.pass_through(var.size if var.turn == self.turn else 0, "gradients")
+            self.heap.drop(block)
+        elif var.grad.holders == 1:
             self.heap.drop(block)
         else:
             new = self.heap.take(max(block.size, var.size), "backward")

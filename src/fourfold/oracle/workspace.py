@@ -54,6 +54,12 @@ def _product(share: Share, gradients: Sequence[bool]) -> Workspace:
     return Workspace(backward=share.result_bytes(0) if small else 0)
 
 
+def _border(share: Share) -> int:
+    """How much larger the gradient of a padded operand is, before the border is cut off."""
+    padded = share.padded()
+    return math.prod(padded) * share.items[0] - share.operand_bytes(0) if padded is not None else 0
+
+
 def _rounded(count: int, block: int) -> int:
     return -(-count // block) * block
 
@@ -64,15 +70,15 @@ def _conv(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     gradient, then those of the weight's."""
     x, w = share.operands[:2]
     padded = share.padded()
-    copy = math.prod(padded) * share.items[0] if padded is not None else 0
+    border = _border(share) if gradients[0] else 0
     x = padded or x
     if not block or share.items[0] != 4 or len(w) < 4:
-        return Workspace(backward=copy)
+        return Workspace(backward=border)
     kernel, y = math.prod(w[2:]), share.results[0]
     item, groups = share.items[0], max(x[1] // max(w[1], 1), 1)
     if not _onednn(share, x, w, groups):
         columns = item * w[1] * kernel * math.prod(y[2:]) if kernel > 1 else 0
-        return Workspace(columns, max(columns, share.operand_bytes(0) if len(w) == 5 else 0) + copy)
+        return Workspace(columns, max(columns, share.operand_bytes(0) if len(w) == 5 else 0) + border)
     thin = x[1] < block  # few channels are read as they are
     xb = item * x[0] * _rounded(x[1], block) * math.prod(x[2:])
     yb = item * y[0] * _rounded(y[1], block) * math.prod(y[2:])
@@ -83,10 +89,12 @@ def _conv(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     if kernel == 1:
         xin += plain_x - plain_w  # strided windows are gathered first
     weight = max(xin + yb + wb - plain_w, wb) if gradients[1] else 0
+    if len(w) == 5 and any(k > s for k, s in zip(w[2:], x[2:], strict=True)):  # another kernel: windows wider than the input
+        weight = 4 * wb + 16 * x[1] * kernel + 256
     if not gradients[0]:
         return Workspace(forward, weight)
     data = max(yb + wb + xb - plain_x - plain_w, xb - plain_w)
-    return Workspace(forward, max(weight, data) + copy)
+    return Workspace(forward, max(weight, data) + border)
 
 
 def _onednn(share: Share, x: tuple[int, ...], w: tuple[int, ...], groups: int) -> bool:
@@ -185,6 +193,5 @@ def _softmax(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
 @_kernel("max_pool", "avg_pool")
 def _pool(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     """Over a border, the gradient of the padded input; sums before they are divided."""
-    padded = share.padded()
-    extra = math.prod(padded) * share.items[0] if padded is not None else 0
-    return Workspace(share.result_bytes(0) if extra and share.step.nest.kernel == "avg_pool" else 0, extra)
+    averaged = share.padded() is not None and share.step.nest.kernel == "avg_pool"
+    return Workspace(share.result_bytes(0) if averaged else 0, _border(share))
