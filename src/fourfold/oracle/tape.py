@@ -1,27 +1,19 @@
-"""A program's forward and backward on one rank with blocks of memory instead of numbers.
+"""A program's backward on one rank with blocks of memory instead of numbers, from a list of what its forward did.
 
-Forward makes and frees slots in the runtime's order and writes down, op by op, what autograd keeps. Backward goes through that
-list from its end, as the engine does: an op makes the gradients of its operands while it still has what it kept and the
-gradient it was given, then lets go of both. Where an op merely passes a gradient on, both hold one block; two gradients of one
-tensor are added in place if nobody else holds the first.
+Backward goes through that list from its end, as autograd's engine does: an op makes the gradients of its operands while it
+still has what it kept and the gradient it was given, then lets go of both. Two gradients of one tensor are added in place
+if nobody else holds the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fourfold.graph.spec import ITEM_BYTES
-from fourfold.oracle.heap import Block, Gathered, Heap
-from fourfold.oracle.moving import Moved, moving
-from fourfold.oracle.results import Strided, passes, results
-from fourfold.oracle.saving import Share, saving
-from fourfold.oracle.workspace import workspace
-from fourfold.plans.exchange import Exchange
-from fourfold.plans.lifetimes import frees, overwriting, reads, writes
+from fourfold.oracle.heap import Block, Heap
+from fourfold.oracle.results import Strided
 from fourfold.plans.mesh import Coords
-from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 
 
 @dataclass(eq=False, slots=True)
@@ -77,262 +69,14 @@ class Machine:
 
 @dataclass(eq=False)
 class Tape:
-    """One rank's heap and the lists of ops whose backward is to come."""
+    """One rank's heap and the list of ops whose backward is to come."""
 
     heap: Heap
     rank: int
     coords: Coords
     machine: Machine
     nodes: list[Node] = field(default_factory=list)
-    recording: bool = True
     turn: int = 0  # counts backwards
-    keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
-
-    # --- forward ---
-
-    def forward(self, program: Program, env: Env) -> None:
-        """Run all steps; what is left in the env is what the runtime has then."""
-        free, over = frees(program), overwriting(program)
-        at = 0
-        for low, high in program.segments:
-            self._steps(program.steps, range(at, low), env, free, over)
-            self._segment(program, low, high, env, free, over)
-            at = high
-        self._steps(program.steps, range(at, len(program.steps)), env, free, over)
-
-    def _steps(
-        self, steps: Sequence[Step], span: range, env: Env, free: Sequence[tuple[str, ...]], over: frozenset[int]
-    ) -> None:
-        for k in span:
-            self.step(steps[k], env, k in over)
-            for slot in free[k]:
-                self.heap.drop(env.pop(slot).block)
-
-    def step(self, step: Step, env: Env, over: bool = False) -> None:
-        if isinstance(step, Compute):
-            self._compute(step, env, over)
-        elif isinstance(step, Move):
-            self._move(step, env)
-        else:
-            self._repeat(step, env)
-
-    def _compute(self, step: Compute, env: Env, over: bool) -> None:
-        self.heap.now = step.op.path
-        ins = [env[slot] for slot in step.inputs]
-        share = Share(step, self.coords, tuple(t.item for t in ins), tuple(ITEM_BYTES[d] for d in step.dtypes))
-        gradients = [t.var is not None for t in ins]
-        outs = self._made(share, ins, over)
-        space = workspace(share, gradients, self.machine.block)
-        kept = saving(share, gradients)
-        live = any(gradients) and self.recording
-        buffers = [self.heap.take(size, "activations") for size in kept.buffers]
-        self.heap.pass_through(space.forward, "workspace")
-        if live:
-            held = [self._kept((ins[k] if k >= 0 else outs[-1 - k]).block) for k in kept.tensors]
-            self._record(share, ins, outs, held + buffers, space.backward)
-        else:
-            for block in buffers:
-                self.heap.drop(block)
-            if any(gradients):  # a segment's first run: its results do have gradients
-                for out in outs:
-                    out.var = Var(size=out.bytes)
-        env.update(zip(step.outputs, outs, strict=True))
-
-    def _kept(self, block: Block) -> Block:
-        """A block autograd keeps; of a gathered weight it keeps a note."""
-        return block if block.gathered is not None else self.heap.hold(block)
-
-    def _made(self, share: Share, ins: list[Tensor], over: bool) -> list[Tensor]:
-        """The results: views of the first operand or new memory."""
-        out = []
-        for k, lies in enumerate(results(share, [t.lies for t in ins], over)):
-            view = lies.of is not None
-            block = self.heap.hold(ins[lies.of or 0].block) if view else self.heap.take(share.result_bytes(k), "activations")
-            out.append(Tensor(block, lies, share.result_items[k]))
-        return out
-
-    def _record(self, share: Share, ins: list[Tensor], outs: list[Tensor], saved: list[Block], space: int) -> None:
-        names = share.step.dtypes
-        for out, dtype in zip(outs, names, strict=True):
-            if dtype.startswith(("float", "bfloat", "complex")):
-                out.var = Var(size=out.bytes)
-        sizes = [t.bytes for t in ins]
-        modes = [passes(share, k) for k in range(len(ins))]
-        made = [out.var or Var() for out in outs]
-
-        def backward(given: list[Block]) -> list[Block | None]:
-            out: list[Block | None] = []
-            for var, size, through in zip((t.var for t in tensors), sizes, modes, strict=True):
-                if var is None:
-                    out.append(None)
-                elif through and given:
-                    out.append(self.heap.hold(given[0]))
-                else:
-                    out.append(self.heap.take(size, "gradients" if var.leaf else "backward"))
-            self.heap.pass_through(space, "workspace")
-            return out
-
-        tensors = [Tensor(t.block, t.lies, t.item, t.var) for t in ins]
-        self.nodes.append(Node(share.step.op.path, [t.var for t in ins], made, saved, backward))
-
-    # --- exchanges ---
-
-    def _move(self, step: Move, env: Env) -> None:
-        self.heap.now = f"exchange of {step.value}"
-        source = env[step.source]
-        shape = step.exchange.target.local_shape(self.coords)
-        if source.block.kind == "weights" and is_gather(step):
-            env[step.target] = self._gather(source, shape)
-            return
-        there = moving(step.exchange, self.rank, source.item, host=self.machine.host)
-        block = self._moved(there, source.block, "exchange")
-        out = Tensor(block, Strided.fresh(shape), source.item)
-        if source.var is not None:
-            out.var = Var(size=out.bytes)
-            if self.recording:
-                back = moving(step.exchange.adjoint, self.rank, source.item, host=self.machine.host)
-                self.nodes.append(Node(self.heap.now, [source.var], [out.var], [], lambda g: [self._back(back, g)]))
-        env[step.target] = out
-
-    def _back(self, steps: tuple[Moved, ...], given: list[Block]) -> Block:
-        return self._moved(steps, given[0], "backward")
-
-    def _moved(self, steps: tuple[Moved, ...], source: Block, kind: str) -> Block:
-        block = self.heap.hold(source)
-        for step in steps:
-            if step.result is None:
-                continue
-            new = self.heap.take(step.result, "activations" if kind == "exchange" else kind)
-            self.heap.pass_through(step.beside, "exchange")
-            self.heap.drop(block)
-            block = new
-        return block
-
-    def _gather(self, source: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A stored weight gathered for the ops that read it, and let go."""
-        size = math.prod(shape) * source.item
-        note = Gathered(size)
-        block = self.heap.take(size, "gathered weights")
-        block.gathered = note if not self.keeping and self.recording else None
-        out = Tensor(block, Strided.fresh(shape), source.item)
-        if source.var is not None:
-            out.var, leaf = Var(size=size), source.var
-            if self.recording:
-                self.nodes.append(Node(self.heap.now, [leaf], [out.var], [], lambda g: [self._given(note, leaf)]))
-        return out
-
-    def _given(self, note: Gathered, leaf: Var) -> Block | None:
-        """The gradient of a gathered weight: this rank's part goes to its shard, the others' to shared memory."""
-        if note.full is not None:
-            self.heap.drop(note.full)
-            note.full = None
-        return self.heap.take(leaf.size, "gradients") if leaf.grad is None else None
-
-    # --- passes ---
-
-    def _repeat(self, step: Repeat, env: Env) -> None:
-        (entry, dim), count = step.entries[0], len(step.bodies)
-        source = env[entry]
-        pieces = self._pieces(source, dim, count)
-        outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in step.exits}
-        for body, piece in zip(step.bodies, pieces, strict=True):
-            inner = {**env, entry: piece}
-            for some in inner.values():
-                self.heap.hold(some.block)
-            for inside in body:
-                self.step(inside, inner)
-            for inside_slot, outside, _ in step.exits:
-                self.heap.hold(inner[inside_slot].block)
-                outs[outside].append(inner[inside_slot])
-            for some in inner.values():
-                self.heap.drop(some.block)
-        for piece in pieces:
-            self.heap.drop(piece.block)
-        for _, outside, at in step.exits:
-            env[outside] = self._joined(outs[outside], at)
-
-    def _pieces(self, source: Tensor, dim: int, count: int) -> list[Tensor]:
-        sizes = [source.lies.shape[dim] * (k + 1) // count - source.lies.shape[dim] * k // count for k in range(count)]
-        out = []
-        for size in sizes:
-            shape = tuple(size if d == dim else n for d, n in enumerate(source.lies.shape))
-            var = Var(size=math.prod(shape) * source.item) if source.var is not None else None
-            out.append(Tensor(self.heap.hold(source.block), Strided(shape, source.lies.strides, 0), source.item, var))
-        if source.var is not None and self.recording:
-            made = [t.var for t in out if t.var is not None]
-            size = source.bytes
-            self.nodes.append(Node("passes", [source.var], made, [], lambda g: [self.heap.take(size, "backward")]))
-        return out
-
-    def _joined(self, pieces: list[Tensor], dim: int) -> Tensor:
-        first = pieces[0]
-        shape = tuple(sum(p.lies.shape[d] for p in pieces) if d == dim else n for d, n in enumerate(first.lies.shape))
-        size = math.prod(shape) * first.item
-        out = Tensor(self.heap.take(size, "activations"), Strided.fresh(shape), first.item)
-        if any(p.var is not None for p in pieces):
-            out.var = Var(size=size)
-            if self.recording:
-                ins = [p.var for p in pieces]
-                self.nodes.append(Node("passes", ins, [out.var], [], lambda g: [self.heap.hold(g[0]) for _ in ins]))
-        for piece in pieces:
-            self.heap.drop(piece.block)
-        return out
-
-    # --- recomputed segments ---
-
-    def _segment(
-        self, program: Program, low: int, high: int, env: Env, free: Sequence[tuple[str, ...]], over: frozenset[int]
-    ) -> None:
-        steps = program.steps[low:high]
-        made = {slot for step in steps for slot in writes(step)}
-        given = {slot: env[slot] for slot in sorted({slot for step in steps for slot in reads(step)} - made)}
-        later = {slot for step in program.steps[high:] for slot in reads(step)} | set(program.slots.values())
-        for tensor in given.values():
-            self.heap.hold(tensor.block)
-        results = self._body(program, range(low, high), given, made & later, free, over, record=False)
-        for k in range(low, high):
-            for slot in free[k]:
-                if slot in given:
-                    self.heap.drop(env.pop(slot).block)
-        env.update(results)
-        outs = {slot: t.var for slot, t in results.items() if t.var is not None}
-
-        def backward(grads: list[Block]) -> list[Block | None]:
-            again = self._body(program, range(low, high), given, made & later, free, over, record=True)
-            return self._through(again, outs)
-
-        held = [tensor.block for tensor in given.values()]
-        self.nodes.append(Node("segment", [], list(outs.values()), held, backward))
-
-    def _body(
-        self, program: Program, span: range, given: Mapping[str, Tensor], wanted: set[str],
-        free: Sequence[tuple[str, ...]], over: frozenset[int], *, record: bool,
-    ) -> Env:  # fmt: skip
-        """The steps of a segment on what was given; its results."""
-        inner: Env = dict(given)
-        for tensor in inner.values():
-            self.heap.hold(tensor.block)
-        before = self.recording, self.keeping, self.nodes
-        self.recording, self.keeping, self.nodes = record, record, []
-        self._steps(program.steps, span, inner, free, over)
-        self.tail = self.nodes
-        self.recording, self.keeping, self.nodes = before
-        out = {slot: inner.pop(slot) for slot in sorted(wanted)}
-        for tensor in inner.values():
-            self.heap.drop(tensor.block)
-        return out
-
-    def _through(self, again: Env, outs: Mapping[str, Var]) -> list[Block | None]:
-        """Backward of a segment's second run."""
-        nodes = self.tail
-        for slot, tensor in again.items():
-            if slot in outs and tensor.var is not None:
-                tensor.var.grad, outs[slot].grad = outs[slot].grad, None
-            self.heap.drop(tensor.block)
-        self._run(nodes)
-        return []
-
-    # --- backward ---
 
     def backward(self, nodes: list[Node]) -> None:
         """Through the ops of one forward, from the last; their outputs' gradients are there."""
@@ -392,12 +136,3 @@ class Tape:
             self.heap.drop(block)
             self.heap.drop(var.grad)
             var.grad = new
-
-
-def is_gather(move: Move) -> bool:
-    """Whether a parameter is brought from where it is stored in one exchange, and its gradient back in one."""
-    return move.kind == "parameter" and all(_travels(e) for e in (move.exchange, move.exchange.adjoint))
-
-
-def _travels(exchange: Exchange) -> bool:
-    return len(exchange.steps) == 1 and exchange.steps[0].pattern != "local"

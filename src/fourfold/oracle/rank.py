@@ -1,0 +1,304 @@
+"""One rank's training step with blocks of memory instead of numbers: what is stored, then its list of actions in order.
+
+Stages' tensors and messages live as long as in `runtime.pipeline`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle.forward import Forward, is_gather
+from fourfold.oracle.heap import Block, Heap
+from fourfold.oracle.results import Strided
+from fourfold.oracle.tape import Env, Machine, Node, Tensor, Var
+from fourfold.plans.boundary import Side, incoming, outgoing
+from fourfold.plans.exchange import Exchange, transfers
+from fourfold.plans.layout import Layout
+from fourfold.plans.mesh import Coords
+from fourfold.plans.pipeline import Part, Pipeline, Task
+from fourfold.plans.program import Move, Program
+from fourfold.plans.stages import Crossing
+
+STATE = {"sgd": 0, "momentum": 1, "adamw": 2}
+"""Tensors of a parameter's size that an optimizer keeps."""
+SCRATCH = {"sgd": 0, "momentum": 0, "adamw": 2}
+"""And those it makes while it updates one parameter."""
+CHUNK_BYTES = 4 * 2**20
+"""What a rank gives at a time when slices are gathered under ZeRO-1; two of them lie in common memory."""
+RING_BYTES = 16 * 2**20
+"""The least common memory through which gradients of gathered weights go, per rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes alive at once on some ranks, when that is, and what they are."""
+
+    ranks: tuple[int, ...]
+    bytes: int
+    action: str  # as in the rank's list, or "optimizer"
+    op: str
+    parts: Mapping[str, int]  # bytes by kind; they sum to `bytes`
+
+
+@dataclass
+class _Held:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    nodes: list[Node]
+    leaves: dict[str, Tensor]
+    sent: dict[str, Var]
+    loss: Var | None
+
+
+@dataclass
+class _Stage:
+    """This rank's share of a stage."""
+
+    part: Part
+    coords: Coords
+    tape: Forward
+    state: Env = field(default_factory=dict)
+    feeds: Env = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        return self.part.program
+
+
+class RankReplay:
+    """The replay of one rank."""
+
+    def __init__(self, pipeline: Pipeline, rank: int, optimizer: str, machine: Machine) -> None:
+        self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, optimizer, machine
+        self.heap = Heap(granularity=machine.granularity)
+        self.action = ""
+        self.stages = {part.index: self._stage(part) for part in pipeline.parts if rank in part.stage.ranks}
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.came: dict[tuple[int, str, int], list[tuple[Crossing, list[Block]]]] = {}
+        self.made: dict[str, Block] = {}  # by the last compute action, for other stages
+        self.letters: list[tuple[Block, int, int]] = []  # sent and not known to be taken in: by whom, at which of its turns
+        self.turns: dict[tuple[int, str, int], tuple[int, int]] = {}
+        for place, row in enumerate(pipeline.plan.timetable.rows):
+            for turn, action in enumerate(row):
+                self.turns[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = (place, turn)
+        self._run: dict[str, Callable[[Task], None]] = {
+            "F": self._forward, "B": self._backward, "receive": self._receive, "send": self._send, "reduce": self._reduce,
+        }  # fmt: skip
+
+    def peak(self, ranks: tuple[int, ...]) -> Peak:
+        best, action = self.heap.peak, "start"
+        for task in self.pipeline.tasks(self.rank):
+            if task.kind in self._run:
+                self._run[task.kind](task)
+            if self.heap.peak > best:
+                best, action = self.heap.peak, str(task)
+        self._update()
+        if self.heap.peak > best:
+            best, action = self.heap.peak, "optimizer"
+        parts = {kind: size for kind, size in self.heap.parts.items() if size}
+        return Peak(ranks=ranks, bytes=best, action=action, op=self.heap.where, parts=parts)
+
+    # --- what is there when a step begins ---
+
+    def _stage(self, part: Part) -> _Stage:
+        index = part.stage.ranks.index(self.rank)
+        coords = part.stage.mesh.coords(index)
+        stage = _Stage(part, coords, Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine))
+        program, graph = part.program, part.program.graph
+        self.heap.now = "stored tensors"
+        known = {p.name: p for p in graph.parameters}
+        given = {*graph.inputs, *graph.targets}
+        crossing = {c.value for c in self.pipeline.crossings if c.target == part.index}
+        for name, layout in program.stored.items():
+            if name in crossing:
+                continue
+            item = ITEM_BYTES[graph.values[name].dtype]
+            tensor = self._stored(layout, item, coords, "inputs" if name in given else "weights", part, name)
+            if name in known and known[name].trainable:
+                tensor.var = Var(leaf=True, size=tensor.bytes)
+            (stage.feeds if name in given else stage.state)[name] = tensor
+        self._beside(stage)
+        return stage
+
+    def _stored(self, layout: Layout, item: int, coords: Coords, kind: str, part: Part, name: str) -> Tensor:
+        shape = layout.local_shape(coords)
+        size = math.prod(shape) * item
+        if kind == "inputs" and self.pipeline.graph.values.get(name) is not None:  # all micro-batches of it
+            whole = [part.programs[n].stored[name].local_shape(coords) for n in self.pipeline.plan.sizes]
+            size = sum(map(math.prod, whole)) * item if self.pipeline.graph.batch_dim(name) is not None else size
+        return Tensor(self.heap.take(size, kind), Strided.fresh(shape), item)
+
+    def _beside(self, stage: _Stage) -> None:
+        """Optimizer state, gradients' places in common or flat memory, slices on the shelf."""
+        program, values = stage.program, stage.program.graph.values
+        for name, layout in program.updates.items():
+            size = math.prod(layout.local_shape(stage.coords)) * ITEM_BYTES[values[name].dtype]
+            for _ in range(STATE[self.optimizer]):
+                self.heap.take(size, "optimizer")
+        for name in program.reductions:
+            if name in stage.state and stage.state[name].var is not None:
+                self.heap.take(stage.state[name].bytes, "summed gradients")
+        if self.machine.host:
+            for size, _ in self._rounds(stage):
+                self.heap.take(2 * size, "slices")
+        given = [self._given(stage, move) for move in program.moves() if self._gathers(stage, move)]
+        if given and self.machine.host:
+            self.heap.take(max(RING_BYTES, 2 * max(given)), "ring")
+
+    def _rounds(self, stage: _Stage) -> list[tuple[int, int]]:
+        """Of each group that gathers slices under ZeRO-1: bytes a rank gives at a time, and how many ranks there are."""
+        program, values = stage.program, stage.program.graph.values
+        rows: dict[tuple[tuple[str, ...], str], int] = {}
+        for name, layout in program.updates.items():
+            for step in Exchange(program.mesh, layout, program.stored[name]).steps:
+                row = math.prod(layout.local_shape(stage.coords)[1:]) * ITEM_BYTES[values[name].dtype]
+                key = (step.axes, values[name].dtype)
+                rows[key] = max(rows.get(key, CHUNK_BYTES), row)
+        return [(size, math.prod(program.mesh.extent(a) for a in axes)) for (axes, _), size in rows.items()]
+
+    def _gathers(self, stage: _Stage, move: Move) -> bool:
+        tensor = stage.state.get(move.source)
+        return tensor is not None and tensor.var is not None and is_gather(move)
+
+    def _given(self, stage: _Stage, move: Move) -> int:
+        """Bytes of a gathered weight's gradient that this rank leaves for others."""
+        (step,), index = move.exchange.adjoint.steps, stage.part.stage.ranks.index(self.rank)
+        count = sum(t.numel for t in transfers(step, index, incoming=False) if t.peer != index)
+        return -(-count * stage.state[move.source].item // 64) * 64
+
+    # --- actions ---
+
+    def _forward(self, task: Task) -> None:
+        stage, m = self.stages[task.stage], task.microbatch
+        size = self.pipeline.plan.sizes[m]
+        program, tape = stage.part.programs[size], stage.tape
+        leaves = self._arrived(task, program)
+        env: Env = dict(stage.state)
+        for name, tensor in stage.feeds.items():
+            shape = program.stored[name].local_shape(stage.coords)
+            env[name] = Tensor(tensor.block, Strided.fresh(shape), tensor.item)
+        env.update(leaves)
+        for tensor in env.values():
+            self.heap.hold(tensor.block)
+        tape.nodes = []
+        tape.forward(program, env)
+        sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == task.stage)
+        live = self.pipeline.cut.live
+        out = {name: env[program.slots.get(name, name)] for name in sent}
+        self._make({name: self.heap.hold(tensor.block) for name, tensor in out.items()})
+        loss = env[program.slots[program.graph.loss]].var if program.graph.loss else None
+        edges = {name: tensor.var for name, tensor in out.items() if name in live and tensor.var is not None}
+        self.held[task.stage, m] = _Held(tape.nodes, leaves, edges, loss)
+        for tensor in env.values():
+            self.heap.drop(tensor.block)
+
+    def _make(self, blocks: dict[str, Block]) -> None:
+        for block in self.made.values():
+            self.heap.drop(block)
+        self.made = blocks
+
+    def _fetched(self, task: Task) -> Iterator[tuple[Crossing, list[Block]]]:
+        """What was received for an action. Its sender has by then taken in what its earlier actions needed: that is let go."""
+        for crossing, buffers in self.came.pop((task.stage, task.kind, task.microbatch), []):
+            peer = crossing.source if task.kind == "F" else crossing.target
+            place, turn = self.turns[peer, task.kind, task.microbatch]
+            gone = [letter for letter in self.letters if letter[1] == place and letter[2] <= turn]
+            self.letters = [letter for letter in self.letters if letter not in gone]
+            for block, _, _ in gone:
+                self.heap.drop(block)
+            yield crossing, buffers
+
+    def _arrived(self, task: Task, program: Program) -> Env:
+        """What was received for a forward, as leaves of its gradients."""
+        out: Env = {}
+        for crossing, buffers in self._fetched(task):
+            layout = self.pipeline.parts[task.stage].slot_layout(crossing.value, self.pipeline.plan.sizes[task.microbatch])
+            shape = layout.local_shape(self.stages[task.stage].coords)
+            item = ITEM_BYTES[program.graph.values[crossing.value].dtype]
+            tensor = Tensor(self._assembled(buffers, math.prod(shape) * item), Strided.fresh(shape), item)
+            if crossing.value in self.pipeline.cut.live:
+                tensor.var = Var(size=tensor.bytes)
+            out[crossing.value] = tensor
+        return out
+
+    def _assembled(self, buffers: list[Block], size: int) -> Block:
+        if len(buffers) == 1 and buffers[0].size >= size:
+            return buffers[0]
+        block = self.heap.take(size, "received")
+        for buffer in buffers:
+            self.heap.drop(buffer)
+        return block
+
+    def _backward(self, task: Task) -> None:
+        stage, m = self.stages[task.stage], task.microbatch
+        held = self.held.pop((task.stage, m))
+        came = []
+        for crossing, buffers in self._fetched(task):
+            var = held.sent.get(crossing.value)
+            block = self._assembled(buffers, var.size if var is not None else 0)
+            came.append(block)
+            if var is not None:
+                stage.tape.accumulate(var, self.heap.hold(block))
+        if held.loss is not None:
+            held.loss.grad = self.heap.take(held.loss.size, "backward")
+        stage.tape.backward(held.nodes)
+        for block in came:
+            self.heap.drop(block)
+        made = {n: t.var.grad or self.heap.take(t.bytes, "backward") for n, t in held.leaves.items() if t.var is not None}
+        self._make(made)
+        for leaf in held.leaves.values():
+            self.heap.drop(leaf.block)
+
+    def _receive(self, task: Task) -> None:
+        for crossing, taken in self._transfers(task, incoming_=True):
+            buffers = [self.heap.take(size, "received") for size, _ in taken]
+            self.came.setdefault((task.stage, task.way, task.microbatch), []).append((crossing, buffers))
+
+    def _send(self, task: Task) -> None:
+        """What is sent is held until it is known to have been taken in; a part of a tensor is copied first."""
+        consumer = self.turns[task.peer, task.way, task.microbatch]
+        for crossing, given in self._transfers(task, incoming_=False):
+            for size, whole in given:
+                own = self.made.get(crossing.value) if whole else None
+                block = self.heap.hold(own) if own is not None else self.heap.take(size, "sent")
+                self.letters.append((block, *consumer))
+
+    def _transfers(self, task: Task, *, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
+        """Per crossing tensor, the messages with other ranks: bytes, and whether it is all this rank has."""
+        size, values = self.pipeline.plan.sizes[task.microbatch], self.pipeline.loss.graph.at(1).values
+        ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
+        for crossing in self.pipeline.between(*ends, task.way):
+            source, target = (self._side(end, crossing.value, size) for end in ends)
+            items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
+            mine = target if incoming_ else source
+            whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))
+            item = ITEM_BYTES[values[crossing.value].dtype]
+            yield crossing, [(t.numel * item, t.numel == whole) for t in items if not (incoming_ and t.peer == self.rank)]
+
+    def _side(self, stage: int, value: str, size: int) -> Side:
+        part = self.pipeline.parts[stage]
+        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
+
+    def _reduce(self, task: Task) -> None:
+        """Gradients move to where they are summed."""
+        stage = self.stages[task.stage]
+        for name in stage.program.reductions:
+            var = stage.state[name].var if name in stage.state else None
+            if var is not None and var.grad is not None:
+                self.heap.drop(var.grad)
+                var.grad = None
+
+    def _update(self) -> None:
+        self.heap.now = "optimizer"
+        sizes = [
+            math.prod(layout.local_shape(stage.coords)) * ITEM_BYTES[stage.program.graph.values[name].dtype]
+            for stage in self.stages.values()
+            for name, layout in stage.program.updates.items()
+        ]
+        self.heap.pass_through(SCRATCH[self.optimizer] * max(sizes, default=0), "workspace")
+        for stage in self.stages.values() if not self.machine.host else ():
+            for size, count in self._rounds(stage):
+                self.heap.pass_through((1 + count) * size, "slices")
