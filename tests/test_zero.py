@@ -286,7 +286,7 @@ def gathered_bytes(task: Task) -> dict[str, Any]:
     executor = running.executors[0]
     watch = Watch(executor.weights)
     running._reset()
-    running.collect, running.record, running.feeds = False, False, running.fed(feeds)
+    running.collect, running.record, running.feeds = False, False, running.feeder.fed(feeds)
     executor.begin()
     forward, backward, *rest = running.tasks
     running._run[forward.kind](forward)

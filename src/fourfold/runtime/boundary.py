@@ -21,18 +21,36 @@ from fourfold.runtime.exchange import put, take
 Wait = Callable[[], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The action that takes a message in: whose row it stands in, and where."""
+
+    place: int
+    turn: int
+
+
 @dataclass
 class Post:
     """This rank's letters: works under way with the buffers they need, and parcels to itself."""
 
-    works: list[tuple[Any, Tensor]] = field(default_factory=list)
+    works: list[tuple[Any, Tensor, Consumer | None]] = field(default_factory=list)
+    later: list[tuple[Any, Tensor]] = field(default_factory=list)  # waited for in the next step only
     parcels: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def reap(self, known: Consumer) -> None:
+        """Let go of what was surely taken in: all up to an action that is known to be done."""
+        gone = [w for w in self.works if w[2] is not None and w[2].place == known.place and w[2].turn <= known.turn]
+        for work, _, _ in gone:
+            work.wait()
+        if gone:
+            self.works = [w for w in self.works if w not in gone]
 
     def finish(self) -> None:
         """Wait until everything sent is gone."""
-        for work, _ in self.works:
+        for work in [w[0] for w in self.works] + [w[0] for w in self.later]:
             work.wait()
         self.works.clear()
+        self.later.clear()
         assert not self.parcels, "a parcel was never fetched"
 
 
@@ -47,13 +65,13 @@ class Channel:
         if rank in target.ranks:
             self.shape = target.layout.local_shape(target.mesh.coords(target.ranks.index(rank)))
 
-    def send(self, tensor: Tensor, tag: int) -> None:
+    def send(self, tensor: Tensor, tag: int, consumer: Consumer | None = None) -> None:
         for give in self.gives:
             piece = take(tensor, give.spans).to(self.wire).contiguous()
             if give.peer == self.rank:
                 self.post.parcels.setdefault(tag, []).append(piece)
             else:
-                self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece))
+                self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece, consumer))
 
     def receive(self, tag: int) -> Wait:
         """Post the receive; the answer waits and gives the tensor."""

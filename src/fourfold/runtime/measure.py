@@ -28,7 +28,7 @@ class Measured:
 
 def measure(running: Runner, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> Measured:
     """Up to three steps on whole inputs and targets, of which each rank keeps its own part alone; all ranks must call."""
-    parts = {name: part.clone() for name, part in running.local(tensors).items()}
+    parts = {name: part.clone() for name, part in running.feeder.local(tensors).items()}
 
     def step(record: bool = False) -> tuple[Event, ...]:
         outcome = running.forward_backward(parts, record=record)

@@ -21,6 +21,7 @@ from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut, loader
 from fourfold.runtime.pipeline import Runner
+from fourfold.runtime.whole import whole_outputs, whole_state
 from fourfold.runtime.world import World
 from fourfold.timeline import Timeline
 
@@ -127,7 +128,7 @@ class Parallel:
 
     def local(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """This rank's parts of a global batch (inputs, then targets); of what its stages do not read, no rows."""
-        return tuple(self._runner.local(self._named(tensors)).values())
+        return tuple(self._runner.feeder.local(self._named(tensors)).values())
 
     def _named(self, tensors: Iterable[Any]) -> dict[str, Tensor]:
         flat = [t for t in pytree.tree_leaves(tuple(tensors)) if isinstance(t, Tensor)]
@@ -189,7 +190,7 @@ class Parallel:
         if self._evaluator is None:
             self._evaluator = self._make_evaluator()
         outcome = self._evaluator.forward(self._named(tensors))
-        return self._evaluator.total(outcome), tuple(self._evaluator.outputs(outcome).values())
+        return self._evaluator.total(outcome), tuple(whole_outputs(self._evaluator, outcome).values())
 
     def _make_evaluator(self) -> Runner:
         graph = capture(self._model, *_examples(self.plan, self._model), self._loss, train=False)
@@ -212,7 +213,7 @@ class Parallel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The original module's state_dict, whole, on every rank."""
-        aliases, held = dict(self.graph.aliases), self._runner.state()
+        aliases, held = dict(self.graph.aliases), whole_state(self._runner)
         load = self._loader(self._runner.everyone)
         return {
             key: held[kept].clone() if (kept := aliases.get(key, key)) in held else load(key, Layout.same(value.shape))

@@ -23,6 +23,7 @@ from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
 from fourfold.runtime.measure import measure
 from fourfold.runtime.pipeline import Runner
+from fourfold.runtime.whole import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.world import World
 
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": {"float32": torch.float64}}
@@ -107,15 +108,15 @@ def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> 
         spent = time.perf_counter() - begun
         trial.losses.append(float(running.total(outcome)))
         if step == 0:
-            trial.outputs = {n: t for n, t in running.outputs(outcome).items() if t.is_floating_point()}
-            trial.gradients = running.gradients()
+            trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if t.is_floating_point()}
+            trial.gradients = whole_gradients(running)
         begun = time.perf_counter()
         if optimizer is not None:
             optimizer.step()
         trial.facts["seconds"].append(spent + time.perf_counter() - begun)
         if step == 0:
-            trial.first_state = running.state()
-    trial.state = running.state()
+            trial.first_state = whole_state(running)
+    trial.state = whole_state(running)
     if task.measured:
         trial.facts["measured"] = measure(running, optimizer, feeds)
     return trial

@@ -1,0 +1,141 @@
+"""Everything that travels between stages on behalf of one rank: values forward, gradients back, sums of tied gradients, the
+loss. Each message has a number of its own, so that none is taken for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.plans.boundary import Side
+from fourfold.plans.pipeline import Pipeline, Task
+from fourfold.plans.stages import Crossing
+from fourfold.runtime.boundary import Channel, Consumer, Post, Wait
+from fourfold.runtime.execute import Executor
+
+
+class Courier:
+    """The sends and receives of one rank."""
+
+    def __init__(self, pipeline: Pipeline, executors: Mapping[int, Executor], *, rank: int, device: torch.device) -> None:
+        self.pipeline, self.plan, self.executors = pipeline, pipeline.plan, executors
+        self.rank, self.device, self.post = rank, device, Post()
+        self.number = {crossing: k for k, crossing in enumerate(pipeline.crossings)}
+        self.channels: dict[tuple[Crossing, str, int], Channel] = {}
+        self.waits: dict[tuple[int, str, int], list[tuple[Crossing, Wait]]] = {}
+        rows = enumerate(self.plan.timetable.rows)
+        self.turn: dict[tuple[int, str, int], Consumer] = {
+            (a.stage, a.kind, a.microbatch): Consumer(place, k) for place, row in rows for k, a in enumerate(row)
+        }
+        self._tie_tag = 2 * len(pipeline.crossings) * self.plan.microbatches  # smaller numbers are the crossings'
+        self._loss_tag = self._tie_tag + 2 * len(pipeline.cut.tied) * len(pipeline.parts)
+        trained = {p.name for p in pipeline.graph.parameters if p.trainable}
+        self.ties = {name: self._tie(name) for name in pipeline.cut.tied if name in trained}
+
+    def dtype(self, value: str) -> torch.dtype:
+        return next(iter(self.executors.values())).local.dtype(self.pipeline.loss.graph.values[value].dtype)
+
+    # --- what crosses ---
+
+    def receive(self, task: Task) -> None:
+        """Post the receives of an action."""
+        size = self.plan.sizes[task.microbatch]
+        for crossing in self.pipeline.between(task.peer, task.stage, task.way):
+            wait = self._channel(crossing, task.way, size).receive(self._tag(crossing, task.way, task.microbatch))
+            self.waits.setdefault((task.stage, task.way, task.microbatch), []).append((crossing, wait))
+
+    def arrived(self, task: Task) -> dict[str, Tensor]:
+        """What was received for a compute action, gradients of one value from several stages added up; waits for it."""
+        out: dict[str, Tensor] = {}
+        for crossing, wait in self.waits.pop((task.stage, task.kind, task.microbatch), []):
+            value = wait()
+            out[crossing.value] = out[crossing.value] + value if crossing.value in out else value
+            peer = crossing.source if task.kind == "F" else crossing.target
+            self.post.reap(self.turn[peer, task.kind, task.microbatch])
+        return out
+
+    def expects(self, task: Task) -> bool:
+        return (task.stage, task.kind, task.microbatch) in self.waits
+
+    def send(self, task: Task, made: Mapping[str, Tensor]) -> None:
+        """Send what an action made to one other stage."""
+        size, consumer = self.plan.sizes[task.microbatch], self.turn[task.peer, task.way, task.microbatch]
+        for crossing in self.pipeline.between(task.stage, task.peer, task.way):
+            tag = self._tag(crossing, task.way, task.microbatch)
+            self._channel(crossing, task.way, size).send(made[crossing.value], tag, consumer)
+
+    def _channel(self, crossing: Crossing, way: str, size: int) -> Channel:
+        """The channel of a crossing tensor, or of its gradient on the way back."""
+        key = (crossing, way, size)
+        if key not in self.channels:
+            here, there = (self._side(stage, crossing.value, size) for stage in (crossing.source, crossing.target))
+            source, target = (here, there) if way == "F" else (there, here)
+            self.channels[key] = self._made(source, target, crossing.value)
+        return self.channels[key]
+
+    def _made(self, source: Side, target: Side, value: str) -> Channel:
+        return Channel(source, target, rank=self.rank, dtype=self.dtype(value), device=self.device, post=self.post)
+
+    def _side(self, stage: int, value: str, size: int) -> Side:
+        part = self.pipeline.parts[stage]
+        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
+
+    def _tag(self, crossing: Crossing, way: str, microbatch: int) -> int:
+        return (2 * self.number[crossing] + (way == "B")) * self.plan.microbatches + microbatch
+
+    # --- tied parameters ---
+
+    def _tie(self, name: str) -> list[tuple[int, Channel, Channel]]:
+        """For each stage but the owner, the ways of a tied parameter's gradient to the owner and back."""
+        owner, *others = self.pipeline.cut.tied[name]
+        home = self._stored(owner, name)
+        away = {stage: self._stored(stage, name) for stage in others}
+        return [(s, self._made(side, home, name), self._made(home, side, name)) for s, side in away.items()]
+
+    def _stored(self, stage: int, name: str) -> Side:
+        part = self.pipeline.parts[stage]
+        return Side(part.program.stored[name], part.stage.mesh, part.stage.ranks)
+
+    @torch.no_grad()
+    def add_ties(self) -> None:
+        """Add up the gradients of the copies of each tied parameter at its owner and hand the sum to all, so that they are
+        updated alike."""
+        tag = self._tie_tag
+        for name, ways in self.ties.items():
+            owner = self.pipeline.cut.tied[name][0]
+            for stage, there, _ in ways:
+                self._pass_on(name, there, giver=stage, taker=owner, tag=tag, add=True)
+                tag += 1
+            for stage, _, back in ways:
+                self._pass_on(name, back, giver=owner, taker=stage, tag=tag, add=False)
+                tag += 1
+
+    def _pass_on(self, name: str, channel: Channel, *, giver: int, taker: int, tag: int, add: bool) -> None:
+        wait = channel.receive(tag) if taker in self.executors else None
+        if giver in self.executors:
+            channel.send(gradient_of(self.executors[giver].state[name]), tag)
+        if wait is not None:
+            mine = self.executors[taker].state[name]
+            mine.grad = gradient_of(mine) + wait() if add else wait()
+
+    # --- the loss ---
+
+    def tell(self, loss: Tensor) -> None:
+        """From the stage that has the loss to the others. It goes on at once: it is done before they are."""
+        part = next(part for part in self.pipeline.parts if part.graph.loss)
+        if self.rank == part.stage.ranks[0]:
+            for other in sorted(set(range(self.plan.size)) - set(part.stage.ranks)):
+                self.post.later.append((dist.isend(loss, other, tag=self._loss_tag), loss))
+
+    def hear(self) -> Tensor:
+        part = next(part for part in self.pipeline.parts if part.graph.loss)
+        loss = torch.empty((), dtype=self.dtype(part.graph.loss), device=self.device)
+        dist.recv(loss, part.stage.ranks[0], tag=self._loss_tag)
+        return loss
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
