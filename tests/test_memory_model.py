@@ -23,6 +23,7 @@ from fourfold.plans.lifetimes import frees, overwriting
 from fourfold.plans.pipeline import Pipeline, pipeline
 from fourfold.runtime.execute import _reusing, _with_frees
 from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.launch import Ranks
 from fourfold.runtime.measure import measure
 from fourfold.runtime.trial import Task, optimizer_named, runner
 from ranks import pool
@@ -76,13 +77,13 @@ def observed(task: Task) -> int:
     return min(measure(running, optimizer, feeds).peak_bytes for _ in range(2))
 
 
-def errors(model: str, way: str, optimizer: str = "momentum") -> list[float]:
-    """Of every rank: how far the prediction is off, as a part of what was measured."""
+def errors(model: str, way: str, optimizer: str = "momentum", ranks: Ranks | None = None) -> list[float]:
+    """Of every rank: how far the prediction is off, as a part of what was measured. `ranks`: some that share no memory."""
     made = lowered(model, way, 4 if way in FOUR else 2)
     task = Task(graph=made.graph, plan=made.plan, data=data_of(model), precision="fp32", optimizer=optimizer)
-    found = memory(made, optimizer=optimizer)
+    found = memory(made, optimizer=optimizer, machine=replace(CPU, host=ranks is None))
     out = []
-    for rank, real in enumerate(pool(made.plan.size)(observed, task)):
+    for rank, real in enumerate((ranks or pool(made.plan.size))(observed, task)):
         peak = found.of(rank)
         fixed = peak.parts.get("ring", 0) + peak.parts.get("slices", 0)
         out.append((peak.bytes - real) / (real - fixed))
@@ -122,6 +123,14 @@ def test_peaks_are_near_those_measured_for_every_strategy(model: str) -> None:
 @pytest.mark.parametrize("model", ["vgg16-cifar", "gpt2"])
 def test_peaks_are_near_those_measured_on_two_axes(model: str) -> None:
     assert_close({way: errors(model, way) for way in FOUR})
+
+
+@pytest.mark.slow
+def test_peaks_of_ranks_that_share_no_memory_are_near_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
+    with Ranks(2, timeout=240) as ranks:
+        ways = ("data", "filter", "fsdp", "zero 1", "1f1b")
+        assert_close({way: errors("vgg16-cifar", way, ranks=ranks) for way in ways})
 
 
 # --- laws ---

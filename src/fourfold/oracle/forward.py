@@ -16,10 +16,20 @@ from fourfold.oracle.moving import Moved, moving
 from fourfold.oracle.results import Strided, passes, results
 from fourfold.oracle.saving import Share, saving
 from fourfold.oracle.tape import Env, Node, Tape, Tensor, Var
+from fourfold.oracle.wired import Bunches, Sums
 from fourfold.oracle.workspace import workspace
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.program import Compute, Move, Program, Repeat, Step
+
+
+@dataclass
+class Wires:
+    """How weights come to a rank forward and backward, and their gradients to their owners."""
+
+    there: Bunches
+    back: Bunches
+    sums: Sums
 
 
 @dataclass(eq=False)
@@ -29,10 +39,13 @@ class Forward(Tape):
     recording: bool = True
     keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
     again: list[Node] = field(default_factory=list)  # what the second run of a segment wrote down
+    wired: Wires | None = None  # gathered weights travel so; through common memory without it
 
     def forward(self, program: Program, env: Env) -> None:
         """Run all steps; what is left in the env is what the runtime has then."""
         free, over = frees(program), overwriting(program)
+        if self.wired is not None:
+            self.wired.there.reset()
         at = 0
         for low, high in program.segments:
             self._steps(program.steps, range(at, low), env, free, over)
@@ -122,7 +135,7 @@ class Forward(Tape):
         source = env[step.source]
         shape = step.exchange.target.local_shape(self.coords)
         if source.block.kind == "weights" and is_gather(step):
-            env[step.target] = self._gather(source, shape)
+            env[step.target] = self._gather(step, source, shape)
             return
         there = moving(step.exchange, self.rank, source.item, host=self.machine.host)
         block = self._moved(there, source.block, "exchange")
@@ -148,24 +161,28 @@ class Forward(Tape):
             block = new
         return block
 
-    def _gather(self, source: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _gather(self, step: Move, source: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A stored weight gathered for the ops that read it, and let go."""
         size = math.prod(shape) * source.item
-        note = Gathered(size)
-        block = self.heap.take(size, "gathered weights")
+        wired = self.wired if not self.keeping else None
+        note = Gathered(size, fetch=(lambda: wired.back.fetch(step, size)) if wired is not None else None)
+        block = wired.there.fetch(step, size) if wired is not None else self.heap.take(size, "gathered weights")
         block.gathered = note if not self.keeping and self.recording else None
         out = Tensor(block, Strided.fresh(shape), source.item)
         if source.var is not None:
             out.var, leaf = Var(size=size), source.var
             if self.recording:
-                self.nodes.append(Node(self.heap.now, [leaf], [out.var], [], lambda g: [self._given(note, leaf)]))
+                self.nodes.append(Node(self.heap.now, [leaf], [out.var], [], lambda g: [self._given(step, note, leaf, g[0])]))
         return out
 
-    def _given(self, note: Gathered, leaf: Var) -> Block | None:
-        """The gradient of a gathered weight: this rank's part goes to its shard, the others' to shared memory."""
+    def _given(self, step: Move, note: Gathered, leaf: Var, grad: Block) -> Block | None:
+        """The gradient of a gathered weight: this rank's part goes to its shard, the others' to shared memory or on a wire."""
         if note.full is not None:
             self.heap.drop(note.full)
             note.full = None
+        if self.wired is not None:
+            self.wired.sums.give(step, self.heap.hold(grad))
+            return None
         return self.heap.take(leaf.size, "gradients") if leaf.grad is None else None
 
     # --- passes ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -19,6 +20,7 @@ class Gathered:
 
     size: int
     full: Block | None = None
+    fetch: Callable[[], Block] | None = None  # brings it back; without one it is new memory
 
 
 @dataclass(slots=True)

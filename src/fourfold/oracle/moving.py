@@ -1,7 +1,7 @@
 """Memory of an exchange on one rank: what it makes, and what it holds beside that while it is under way.
 
 It follows `runtime.exchange` step by step. gloo's own buffers count where torch's allocator gives them (the flat result of
-an all-gather into a list); those inside the library do not.
+an all-gather, the flat operand of a reduce-scatter); those inside the library do not.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
         return _local(step, rank, size)
     if step.pattern == "all_reduce":
         return Moved(size, count * size if host and size <= BOARD_BYTES else 0)
-    shape = step.target.local_shape(coords)
     if step.pattern == "all_gather":
-        return Moved(size, 0 if math.prod(shape[: step.dim]) == 1 else size)
+        return Moved(size, size)
     if step.pattern == "reduce_scatter":
-        return Moved(size, source if math.prod(shape[: step.dim]) == 1 else 2 * source)
+        return Moved(size, 2 * source)
     return _all_to_all(step, rank, size, item)
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fourfold.graph.spec import ITEM_BYTES
-from fourfold.oracle.forward import Forward, is_gather
+from fourfold.oracle.forward import Forward, Wires, is_gather
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.results import Strided
 from fourfold.oracle.tape import Env, Machine, Node, Tensor, Var
+from fourfold.oracle.wired import Bunches, Sums, bunched, member
 from fourfold.plans.boundary import Side, incoming, outgoing
 from fourfold.plans.exchange import Exchange, transfers
 from fourfold.plans.layout import Layout
@@ -144,9 +145,22 @@ class RankReplay:
         if self.machine.host:
             for size, _ in self._rounds(stage):
                 self.heap.take(2 * size, "slices")
-        given = [self._given(stage, move) for move in program.moves() if self._gathers(stage, move)]
-        if given and self.machine.host:
-            self.heap.take(max(RING_BYTES, 2 * max(given)), "ring")
+        moves = list(dict.fromkeys(move for move in program.moves() if self._gathers(stage, move)))
+        if moves and self.machine.host:
+            self.heap.take(max(RING_BYTES, 2 * max(self._given(stage, move) for move in moves)), "ring")
+        elif moves:
+            stage.tape.wired = self._wires(stage, moves)
+
+    def _wires(self, stage: _Stage, moves: list[Move]) -> Wires:
+        """How gathered weights travel between hosts; those of all sizes of micro-batches alike."""
+        some = bunched([member(move, stage.tape.rank, stage.state[move.source].item) for move in moves])
+
+        def land(move: Move, shard: Block) -> None:
+            var = stage.state[move.source].var
+            assert var is not None
+            stage.tape.accumulate(var, shard)
+
+        return Wires(Bunches(self.heap, some, 1), Bunches(self.heap, some, -1), Sums(self.heap, some, land))
 
     def _rounds(self, stage: _Stage) -> list[tuple[int, int]]:
         """Of each group that gathers slices under ZeRO-1: bytes a rank gives at a time, and how many ranks there are."""
@@ -244,6 +258,8 @@ class RankReplay:
                 stage.tape.accumulate(var, self.heap.hold(block))
         if held.loss is not None:
             held.loss.grad = self.heap.take(held.loss.size, "backward")
+        if stage.tape.wired is not None:
+            stage.tape.wired.back.reset()
         stage.tape.backward(held.nodes)
         for block in came:
             self.heap.drop(block)
@@ -285,6 +301,9 @@ class RankReplay:
     def _reduce(self, task: Task) -> None:
         """Gradients move to where they are summed."""
         stage = self.stages[task.stage]
+        if stage.tape.wired is not None:
+            stage.tape.wired.sums.finish()
+            stage.tape.wired.back.reset()
         for name in stage.program.reductions:
             var = stage.state[name].var if name in stage.state else None
             if var is not None and var.grad is not None:
@@ -301,4 +320,4 @@ class RankReplay:
         self.heap.pass_through(SCRATCH[self.optimizer] * max(sizes, default=0), "workspace")
         for stage in self.stages.values() if not self.machine.host else ():
             for size, count in self._rounds(stage):
-                self.heap.pass_through((1 + count) * size, "slices")
+                self.heap.pass_through((1 + 2 * count) * size, "slices")

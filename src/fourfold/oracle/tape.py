@@ -106,7 +106,7 @@ class Tape:
         for block in node.saved:
             note = block.gathered
             if note is not None and note.full is None:
-                note.full = self.heap.take(note.size, "gathered weights")
+                note.full = note.fetch() if note.fetch is not None else self.heap.take(note.size, "gathered weights")
 
     def _release(self, node: Node) -> None:
         for block in node.saved:
