@@ -72,5 +72,5 @@ def _kept(op: Op, x: tuple[int, ...], per: int, batch_first: bool) -> tuple[Kept
             out += [Kept(((2 * (time + 1),), ("n",), (_row(per),)), 4, _PAGE)] * 2 + [Kept(((time,), ("n",), (per,)), 4, _PAGE)]
         out.append(Kept(((time,), ("n",), (sides * per,))))
         if both:  # the two put together, and what the second reads in reverse
-            out += [Kept(((time,), ("n",), (2 * per,))), Kept(((time,), ("n",), (reads,)))]
+            out += [Kept(((time,), ("n",), (2 * per,))), Kept(((time,), ("n",), (reads,))), Kept((("n",), (8 * per,)))]
     return tuple(out)

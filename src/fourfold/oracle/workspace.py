@@ -170,7 +170,8 @@ def _lstm(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     layers = math.prod((share.step.op.args[4], 2 if share.step.op.args[7] else 1))
     weights = sum(share.operand_bytes(k) for k in range(3, len(share.operands))) // layers
     extra = sum(gates) + 512 * share.operands[1][2] + weights
-    return Workspace(extra, extra)
+    long = [k for k in range(3, len(share.operands)) if len(share.operands[k]) == 2 and share.operands[k][1] % 256 == 0]
+    return Workspace(extra, extra + sum(map(share.operand_bytes, long)))  # rows of 1024 bytes are spread out first
 
 
 @_kernel("resample")
