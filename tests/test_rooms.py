@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1] / "src" / "fourfold"
 
 VALUES = {"errors", "units", "timeline", "index"}
 THOUGHT = VALUES | {"graph", "ops", "plans"}
-ALL = THOUGHT | {"models", "cluster", "oracle", "planner", "runtime", "report"}
+ALL = THOUGHT | {"models", "cluster", "oracle", "planner", "runtime", "gauge", "report"}
 DOOR = "__init__"  # fourfold/__init__.py, which looks its names up lazily
 
 MAY_IMPORT = {
@@ -30,14 +30,15 @@ MAY_IMPORT = {
     "oracle": THOUGHT | {"cluster"},
     "planner": THOUGHT | {"cluster", "oracle"},
     "runtime": THOUGHT | {"models"},  # a rank builds its own module from the MODEL text
+    "gauge": THOUGHT | {"cluster", "oracle", "runtime"},  # times what the oracle prices, as the runtime runs it
     "report": ALL | {DOOR},
     "cli": ALL | {DOOR},
     DOOR: ALL | {"cli"},
     "__main__": {"cli"},
 }
-WORLD_FILES = ("models/*", "runtime/*", "graph/capture.py", "cluster/calibrate*.py")
+WORLD_FILES = ("models/*", "runtime/*", "gauge/*", "graph/capture.py")
 TORCH_FILES = (*WORLD_FILES, "report/*", "cli/*", "__init__.py")
-TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.cluster.calibrate")
+TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.gauge")
 SPEAKING_FILES = ("cli/*", "cli.py", "__main__.py")
 
 

@@ -1,6 +1,6 @@
 """Descriptions of machines: devices, nodes, links by level, and what was measured on them. No torch."""
 
-from fourfold.cluster.catalog import LOCAL, cluster_named, preset, preset_names
+from fourfold.cluster.catalog import LOCAL, cluster_named, efficiency_data, preset, preset_names
 from fourfold.cluster.files import cluster_text, load_cluster, save_cluster
 from fourfold.cluster.local import local
 from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured
@@ -9,6 +9,6 @@ from fourfold.cluster.spec import Cluster
 
 __all__ = [
     "COLLECTIVES", "KINDS", "LOCAL", "PRECISIONS", "Cluster", "Collective", "Curve", "Device", "Kind", "Link", "Measured",
-    "Nodes", "Precision", "Sources", "cluster_named", "cluster_text", "load_cluster", "local", "preset", "preset_names",
-    "save_cluster",
+    "Nodes", "Precision", "Sources", "cluster_named", "cluster_text", "efficiency_data", "load_cluster", "local", "preset",
+    "preset_names", "save_cluster",
 ]  # fmt: skip

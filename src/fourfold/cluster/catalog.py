@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 from fourfold.cluster.files import load_cluster
 from fourfold.cluster.local import local
@@ -33,6 +36,14 @@ def cluster_named(text: str, *, devices: int | None = None) -> Cluster:
         return local(devices)
     found = preset(text) if text in preset_names() else _from_file(text)
     return found if devices is None else found.sized(devices)
+
+
+@cache
+def efficiency_data(device: str) -> Mapping[str, Any] | None:
+    """The fitted efficiency curves that come with Fourfold for a kind of device, as their file has them; None if none do."""
+    file = _folder() / f"{device}.json"
+    data: Mapping[str, Any] | None = json.loads(file.read_text()) if file.is_file() else None
+    return data
 
 
 def _from_file(text: str) -> Cluster:

@@ -172,7 +172,7 @@ class Graph:
 
     @cached_property
     def dependent(self) -> frozenset[str]:
-        """Names of the ops whose results depend on the inputs or are drawn at random; the others are of stored tensors alone."""
+        """Names of the ops whose results depend on the inputs or are drawn at random; the others read stored tensors alone."""
         known, out = {*self.inputs, *self.targets}, set()
         for op in self.ops:
             if op.random or known & set(op.operands):

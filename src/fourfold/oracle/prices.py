@@ -7,12 +7,13 @@ shared processor, of the threads it has. It is too low: no kernel reaches either
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fourfold.cluster import Cluster, Collective, Device, Precision
 from fourfold.oracle.collectives import FREE, Cost, collective_cost
+from fourfold.oracle.efficiency import shipped
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.traffic import Traffic, traffic
 
@@ -44,7 +45,6 @@ class Prices:
     cluster: Cluster
     precision: Precision = "fp32"
     kernels: Mapping[str, KernelTime] = field(default_factory=dict)
-    efficiency: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # kind -> (FLOPs or bytes, fraction)
     _traffic: dict[tuple[tuple[int, ...], ...], Traffic] = field(default_factory=dict, compare=False)
 
     def kernel(self, kernel: Kernel, rank: int) -> KernelTime:
@@ -53,9 +53,24 @@ class Prices:
         if found is not None:
             return found
         device = self.cluster.device(rank)
+        fitted = self._fitted(kernel, device)
+        if fitted is not None:
+            return fitted
         forward = self._roofline(kernel, kernel.flops, kernel.moved, device, rank)
         backward = self._roofline(kernel, kernel.backward_flops, kernel.backward_moved, device, rank)
         return KernelTime(forward=forward, backward=backward, source="roofline")
+
+    def _fitted(self, kernel: Kernel, device: Device) -> KernelTime | None:
+        """By the efficiency curves that come with Fourfold for such devices."""
+        curves = shipped(device.name)
+        if curves is None or kernel.empty or not kernel.moved:
+            return None
+        limits = {"precision": self.precision, "rate": device.rate(self.precision), "bandwidth": device.bandwidth}
+        forward = curves.seconds(kernel, "forward", **limits)  # type: ignore[arg-type]
+        backward = curves.seconds(kernel, "backward", **limits)  # type: ignore[arg-type]
+        if forward is None:
+            return None
+        return KernelTime(forward=forward, backward=backward or 0.0, source="fitted")
 
     def _roofline(self, kernel: Kernel, flops: float, moved: float, device: Device, rank: int) -> float:
         if not moved or kernel.empty:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from fourfold.graph import Graph
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.collectives import Cost
-from fourfold.oracle.kernels import kernel_of
-from fourfold.oracle.prices import UNKNOWN_SPREAD, KernelTime, Prices
+from fourfold.oracle.kernels import Kernel, kernel_of
+from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
 from fourfold.plans.exchange import Exchange, Step, transfers
 from fourfold.plans.layout import Own
 from fourfold.plans.mesh import Mesh
@@ -107,7 +107,7 @@ class StagePrices:
         return out
 
     def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
-        times = [self._kernel(step, member) for member in self.members]
+        times = [self.prices.kernel(self.kernel(step, member), self.ranks[member]) for member in self.members]
         slowest = max(times, key=lambda t: t.forward if way == "forward" else t.backward)
         seconds = slowest.forward if way == "forward" else slowest.backward
         spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
@@ -118,9 +118,9 @@ class StagePrices:
             out += self._joint(step, joint)
         return out
 
-    def _kernel(self, step: Compute, member: int) -> KernelTime:
-        kernel = kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
-        return self.prices.kernel(kernel, self.ranks[member])
+    def kernel(self, step: Compute, member: int) -> Kernel:
+        """A step as one member of the stage runs it."""
+        return kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
 
     def _joint(self, step: Compute, axes: tuple[str, ...]) -> list[Item]:
         """The exchange of statistics inside a kernel that works over several ranks."""
