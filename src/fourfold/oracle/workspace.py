@@ -139,7 +139,7 @@ def _layer_norm(share: Share, gradients: Sequence[bool], block: int) -> Workspac
 def _cross_entropy(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     """The gradient of the log-softmax; with classes divided, exponentials forward and backward."""
     whole = share.operand_bytes(0)
-    return Workspace(2 * whole if share.step.axes_of("joint") else 0, whole if share.step.nest.detail["logits"] else 0)
+    return Workspace(whole if share.step.axes_of("joint") else 0, whole if share.step.nest.detail["logits"] else 0)
 
 
 @_kernel("elementwise_loss")
