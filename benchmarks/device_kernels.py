@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from fourfold.gauge.kernels import Alone, Sample, samples
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.efficiency import family_of
 from fourfold.plans import named, pipeline
 from fourfold.runtime.kernels import Local, Randomness, build
-from fourfold.gauge.kernels import Alone, Sample, samples
 
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("vgg16", {}, (1, 8, 32)),

@@ -553,10 +553,10 @@ class Reporting(Classifier):
         return F.cross_entropy(y, t), y, y.mean(0)
 
 
-def test_outputs_the_loss_is_made_of_are_dropped_and_said() -> None:
+def test_outputs_that_mix_samples_are_dropped_and_said() -> None:
     micro = assert_adds_up(Reporting(), [rows(), labels()], lambda y: y[0] * 2, inputs=2)
-    assert len(micro.graph.outputs) == 2
-    assert micro.notes == ("outputs that the loss is made of are not given under micro-batches: cross_entropy_loss",)
+    assert len(micro.graph.outputs) == 1
+    assert micro.notes == ("outputs that mix samples are not given under micro-batches: cross_entropy_loss, mean",)
 
 
 class Averaging(Classifier):

@@ -148,7 +148,7 @@ def test_a_violation_is_noticed(violations, file: str, source: str) -> None:
         (room_violations, "runtime/kernels/conv.py", "from ..fetch import fetch\nfrom ...plans import Plan"),
         (room_violations, "cli/app.py", "from fourfold import __version__"),
         (torch_violations, "graph/capture.py", "import torch.export"),
-        (torch_violations, "cluster/calibrate_links.py", "import torch.distributed"),
+        (torch_violations, "gauge/collectives.py", "import torch.distributed"),
         (speech_violations, "cli/app.py", "print('hello')"),
     ],
 )

@@ -84,10 +84,9 @@ class _Tail:
         self.kept = self._kept()
 
     def _kept(self) -> set[str]:
-        """Values that stay as they were, for outputs and buffers; those the loss is made of cannot be outputs any more."""
-        states, upstream = self.samples.states, ancestors(self.graph, [self.graph.loss])
-        tail = {n for n in upstream if isinstance(states[n], Mixed) and not self.samples.sized(n)}
-        self.outputs = tuple(n for n in self.graph.outputs if n not in tail)
+        """Values that stay as they were, for outputs and buffers; what mixes samples cannot be an output any more."""
+        states = self.samples.states
+        self.outputs = tuple(n for n in self.graph.outputs if not isinstance(states.get(n), Mixed))
         return ancestors(self.graph, [*self.outputs, *(value for _, value in self.graph.writes)])
 
     def share(self, name: str) -> str:
@@ -266,7 +265,7 @@ class _Tail:
         )
         dropped = [n for n in self.graph.outputs if n not in self.outputs]
         if dropped:
-            notes = (*notes, f"outputs that the loss is made of are not given under micro-batches: {', '.join(dropped)}")
+            notes = (*notes, f"outputs that mix samples are not given under micro-batches: {', '.join(dropped)}")
         return MicroLoss(
             graph=graph,
             scales=scales,
@@ -300,10 +299,13 @@ def _notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:
                              "use fewer micro-batches")  # fmt: skip
     shared = [op for op in samples.probe.ops if upstream & set(op.results) and samples.states[op.results[0]] is None]
     drawn = [op for op in shared if nest_of(op, samples.probe).kernel == "random"]
+    tracked = {op.module for op in samples.norms}
+    makers = [graph.producer[value] for _, value in graph.writes if value in graph.producer]
     kinds = (
         ("batch norm", [op for op in norms if kind_of(op) == "batch_norm"], "takes its statistics"),
         ("instance norm", [op for op in norms if kind_of(op) == "instance_norm"], "updates its running statistics"),
         ("noise that all samples share", drawn, "is drawn"),
+        ("a buffer", [op for op in makers if op.module not in tracked], "is updated"),
     )
     return tuple(
         f"{name} ({_named(found)}) {does} per micro-batch, as one device with the same micro-batches would"

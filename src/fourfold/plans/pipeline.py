@@ -96,6 +96,11 @@ class Pipeline:
         """The sets of ranks that share a list of actions."""
         return tuple(dict.fromkeys(part.stage.ranks for part in self.parts))
 
+    @cached_property
+    def last(self) -> Part:
+        """The stage that has the loss."""
+        return next(part for part in self.parts if part.graph.loss)
+
     def tasks(self, rank: int) -> tuple[Task, ...]:
         """What a rank does, in order."""
         place = next(k for k, ranks in enumerate(self.places) if rank in ranks)
@@ -195,12 +200,14 @@ def _firsts(graph: Graph, like: Pipeline) -> list[str]:
     """Where the stages of a model begin in another mode: at the first op it has in common with each."""
     paths = [op.path for op in graph.ops]
     out = [""]
+    at, last = {op.path: k for k, op in enumerate(graph.ops) if op.name in graph.dependent}, 0
     for part in like.parts[1:]:
-        known = [op.path for op in part.graph.ops]
-        first = min((paths.index(path) for path in known if path in set(paths)), default=None)
-        if first is None:
-            raise Infeasible(f"no op of stage {part.index} (from {known[0]}) is left in evaluation; cut the model elsewhere")
+        known = [op.path for op in part.graph.ops if op.name in part.graph.dependent]
+        first = min((at[path] for path in known if path in at), default=0)
+        if first <= last:
+            raise Infeasible(f"stage {part.index}, from {known[0]} on, is not found in evaluation; cut the model elsewhere")
         out.append(paths[first])
+        last = first
     return out
 
 
@@ -265,6 +272,7 @@ def _entry(whole: Program, name: str) -> Layout:
 
 def _check_segments(plan: Plan, made: Cut) -> None:
     """Refuse recomputation of a run of ops that is in no stage or in two."""
+    last = -1, -1
     for segment in plan.recompute:
         at = [[op.path for op in graph.ops] for graph in made.graphs]
         homes = [k for k, paths in enumerate(at) if segment.first in paths]
@@ -274,6 +282,10 @@ def _check_segments(plan: Plan, made: Cut) -> None:
         if segment.last not in paths or paths.index(segment.last) < paths.index(segment.first):
             raise InvalidInput(f"recomputation from '{segment.first}' ends at '{segment.last}', which does not follow it in "
                                f"stage {homes[0]}; end it at '{paths[-1]}' or before")  # fmt: skip
+        if (homes[0], paths.index(segment.first)) <= last:
+            raise InvalidInput(f"recomputation from '{segment.first}' begins within or before the segment listed before it; "
+                               "list them in order, without overlap")  # fmt: skip
+        last = homes[0], paths.index(segment.last)
 
 
 def check_runnable(plan: Plan) -> None:

@@ -177,6 +177,8 @@ class Plan:
             if strict and path not in paths:
                 raise InvalidInput(f"{what} at '{path}', which is no op{nearest(path, paths)}; `fourfold inspect` lists them")
         begins = [paths.index(s.first) for s in self.stages[1:] if s.first in paths]
+        if strict and self.stages and self.stages[0].first not in ("", *_opening(graph)):
+            raise InvalidInput(f"stage 0 begins at '{self.stages[0].first}', the model at '{paths[0]}'; begin it there")
         if strict and any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
             raise InvalidInput(f"the stages begin at ops {[0, *begins]}; each must begin after the one before")
         for run in self.passes:
@@ -221,10 +223,10 @@ class Plan:
                 ),
                 passes=tuple(Passes(**p) for p in data.get("passes", [])),
                 stages=tuple(_stage(s, data["mesh"]) for s in data.get("stages", [])),
-                microbatches=int(data.get("microbatches", 1)),
+                microbatches=_whole(data, "microbatches", 1),
                 schedule=str(data.get("schedule", "1f1b-sno")),
                 recompute=tuple(Segment(**s) for s in data.get("recompute", [])),
-                zero=int(data.get("zero", 0)),
+                zero=_whole(data, "zero", 0),
                 notes=tuple(map(str, data.get("notes", []))),
                 signature=dict(data.get("signature", {})),
             )
@@ -238,6 +240,19 @@ def matches(pattern: str, op: Op) -> bool:
 
 def _is_numbered(split: str, prefix: str) -> bool:
     return split.startswith(prefix) and split.removeprefix(prefix).isdigit()
+
+
+def _opening(graph: Graph) -> list[str]:
+    """The first op, and the first that depends on an input: where stage 0 may be said to begin."""
+    first = next((op.path for op in graph.ops if op.name in graph.dependent), "")
+    return [op.path for op in graph.ops[:1]] + [first]
+
+
+def _whole(data: Mapping[str, Any], key: str, default: int) -> int:
+    value = data.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidInput(f"plan: {key} is {value!r}; write a whole number")
+    return value
 
 
 def _stage(data: Mapping[str, Any], mesh: Mapping[str, Any]) -> Stage:

@@ -34,7 +34,6 @@ class Post:
     """This rank's letters: works under way with the buffers they need, and parcels to itself."""
 
     works: list[tuple[Any, Tensor, Consumer | None]] = field(default_factory=list)
-    later: list[tuple[Any, Tensor]] = field(default_factory=list)  # waited for in the next step only
     parcels: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def reap(self, known: Consumer) -> None:
@@ -47,10 +46,9 @@ class Post:
 
     def finish(self) -> None:
         """Wait until everything sent is gone."""
-        for work in [w[0] for w in self.works] + [w[0] for w in self.later]:
+        for work, _, _ in self.works:
             work.wait()
         self.works.clear()
-        self.later.clear()
         assert not self.parcels, "a parcel was never fetched"
 
 

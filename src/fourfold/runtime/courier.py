@@ -5,6 +5,7 @@ loss. Each message has a number of its own, so that none is taken for another.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class Courier:
         self._tie_tag = 2 * len(pipeline.crossings) * self.plan.microbatches  # smaller numbers are the crossings'
         self._loss_tag = self._tie_tag + 2 * len(pipeline.cut.tied) * len(pipeline.parts)
         trained = {p.name for p in pipeline.graph.parameters if p.trainable}
+        self.loss: tuple[Any, Tensor] = (None, torch.empty(()))
         self.ties = {name: self._tie(name) for name in pipeline.cut.tied if name in trained}
 
     def dtype(self, value: str) -> torch.dtype:
@@ -123,17 +125,25 @@ class Courier:
 
     # --- the loss ---
 
+    def listen(self) -> None:
+        """Be ready for the loss from before the first action on: so the stage that has it, which is done with its backwards
+        before the others are, need not wait for them."""
+        part = self.pipeline.last
+        if self.rank not in part.stage.ranks:
+            loss = torch.empty((), dtype=self.dtype(part.graph.loss), device=self.device)
+            self.loss = (dist.irecv(loss, part.stage.ranks[0], tag=self._loss_tag), loss)
+
     def tell(self, loss: Tensor) -> None:
-        """From the stage that has the loss to the others. It goes on at once: it is done before they are."""
-        part = next(part for part in self.pipeline.parts if part.graph.loss)
-        if self.rank == part.stage.ranks[0]:
-            for other in sorted(set(range(self.plan.size)) - set(part.stage.ranks)):
-                self.post.later.append((dist.isend(loss, other, tag=self._loss_tag), loss))
+        """From the stage that has the loss to the others."""
+        ranks = self.pipeline.last.stage.ranks
+        others = sorted(set(range(self.plan.size)) - set(ranks)) if self.rank == ranks[0] else []
+        works: list[Any] = [dist.isend(loss, other, tag=self._loss_tag) for other in others]
+        for work in works:
+            work.wait()
 
     def hear(self) -> Tensor:
-        part = next(part for part in self.pipeline.parts if part.graph.loss)
-        loss = torch.empty((), dtype=self.dtype(part.graph.loss), device=self.device)
-        dist.recv(loss, part.stage.ranks[0], tag=self._loss_tag)
+        work, loss = self.loss
+        work.wait()
         return loss
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fourfold.errors import InvalidInput
+from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
 from fourfold.plans import Options, Plan, named
@@ -98,6 +98,7 @@ class Parallel:
     ) -> None:
         self.plan, self.graph = plan, graph
         self._model, self._loss, self._seed = model, loss, seed
+        self._loaded: dict[str, Tensor] = {}
         self.pipeline = pipeline(graph, plan)
         self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
@@ -107,7 +108,14 @@ class Parallel:
         self.optimizer = self._checked(optimizer(trained)) if optimizer is not None else None
 
     def _loader(self, world: World) -> FullTensor:
-        return loader(self._model, world, seed=self._seed)
+        """The module's own tensors, or those loaded since that no rank trains."""
+        load = loader(self._model, world, seed=self._seed)
+        return lambda key, layout: cut(self._loaded[key], layout, world) if key in self._loaded else load(key, layout)
+
+    def _kept_keys(self) -> set[str]:
+        """Keys of what some rank keeps for training."""
+        parts = self.pipeline.parts
+        return {p.key for part in parts for p in part.graph.parameters if p.name in part.program.stored}
 
     def _held(self) -> dict[str, Tensor]:
         """This rank's stored tensors by state_dict key."""
@@ -118,6 +126,9 @@ class Parallel:
         programs = {index: executor.program for index, executor in self._runner.executors.items()}
         sharded = [name for index, name, _, _ in self._runner.trained() if programs[index].updates[name].sharded]
         name = type(optimizer).__name__
+        if len(self.pipeline.places) > 1 and name not in ELEMENTWISE:
+            raise InvalidInput(f"{name} is not known to update elements one by one, but ranks have the parameters of their own "
+                               f"stages alone; use one of {', '.join(ELEMENTWISE)}")  # fmt: skip
         if sharded and name not in ELEMENTWISE:
             raise InvalidInput(
                 f"{name} is not known to update elements one by one, but {len(sharded)} parameters are sharded "
@@ -145,7 +156,7 @@ class Parallel:
         """
         outcome = self._runner.forward_backward(self._named(tensors))
         self._runner.randomness.step += 1
-        return self._runner.total(outcome)
+        return outcome.loss
 
     def step(self, *tensors: Any) -> Tensor:
         """One training step."""
@@ -190,11 +201,12 @@ class Parallel:
         if self._evaluator is None:
             self._evaluator = self._make_evaluator()
         outcome = self._evaluator.forward(self._named(tensors))
-        return self._evaluator.total(outcome), tuple(whole_outputs(self._evaluator, outcome).values())
+        return outcome.loss, tuple(whole_outputs(self._evaluator, outcome).values())
 
     def _make_evaluator(self) -> Runner:
         graph = capture(self._model, *_examples(self.plan, self._model), self._loss, train=False)
-        made = lowered(graph, replace(self.plan, graph=graph.hash), like=self.pipeline)
+        made = lowered(graph, replace(self.plan, graph=graph.hash, recompute=()), like=self.pipeline)
+        trained = self._kept_keys()
 
         def load(world: World) -> FullTensor:
             whole = self._loader(world)
@@ -205,6 +217,8 @@ class Parallel:
                     name = next((n for n, k in executor.keys.items() if k == key), "")
                     if executor.program.stored.get(name) == layout:
                         return executor.state[name].detach()
+                if key in trained:
+                    raise Infeasible(f"evaluation reads {key} where training does not keep it; cut the model elsewhere")
                 return whole(key, layout)
 
             return part
@@ -226,15 +240,19 @@ class Parallel:
         missing = [key for key in self._model.state_dict() if aliases.get(key, key) not in state and key not in state]
         if missing:
             raise InvalidInput(f"the state_dict lacks {len(missing)} keys, the first is '{missing[0]}'")
+        for key, value in self._model.state_dict().items():
+            if key in state and state[key].shape != value.shape:
+                raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {tuple(value.shape)}")
+        trained = self._kept_keys()
+        device = self._runner.device
+        self._loaded = {k: t.detach().to(device).clone() for k, t in state.items() if aliases.get(k, k) not in trained}
+        self._evaluator = None
         with torch.no_grad():
-            for executor in self._runner.executors.values():
+            for executor in (*self._runner.executors.values(), *self._runner.counters.values()):
                 for name, tensor in executor.state.items():
                     key, layout = executor.keys[name], executor.program.stored[name]
-                    if key not in state:
-                        continue
-                    if tuple(state[key].shape) != layout.shape:
-                        raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {layout.shape}")
-                    tensor.copy_(cut(state[key].to(tensor.device), layout, executor.world))
+                    if key in state:
+                        tensor.copy_(cut(state[key].to(tensor.device), layout, executor.world))
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:

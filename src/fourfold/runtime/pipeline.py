@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fourfold.errors import Infeasible
 from fourfold.plans import Mesh
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import Part, Pipeline, Task, check_runnable
@@ -38,8 +39,9 @@ class Held:
 
 @dataclass
 class Outcome:
-    """What one step gave on this rank."""
+    """What one step gave on this rank: the global loss, and its own shares of the micro-batches' losses and outputs."""
 
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -60,6 +62,9 @@ class Runner:
     ) -> None:
         """`trains`: False where the tensors are another runner's, which this one only reads."""
         check_runnable(pipeline.plan)
+        if len(pipeline.places) > 1 and device is not None and device.type != "cpu":
+            raise Infeasible(f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
+                             "processors (gloo), or use a plan of one stage")  # fmt: skip
         self.pipeline, self.plan, self.trains = pipeline, pipeline.plan, trains
         self.device = device or torch.device("cpu")
         self.everyone = World.shared(Mesh.of(all=self.plan.size), self.device)
@@ -95,8 +100,8 @@ class Runner:
         if self.trains:
             self.slices[part.index] = Slices(executor.program, executor.state, world)
         if part.index in self.pipeline.counts:
-            counts = self.pipeline.counts[part.index]
-            self.counters[part.index] = Executor(counts, world, load(world), dtypes=dtypes, trains=False)
+            counts, theirs = self.pipeline.counts[part.index], _shared(executor, load(world))
+            self.counters[part.index] = Executor(counts, world, theirs, dtypes=dtypes, trains=False)
 
     def _apart(self, load: FullTensor) -> FullTensor:
         """Of a tied parameter, a further copy on this rank has memory of its own, since each is updated."""
@@ -115,6 +120,7 @@ class Runner:
     def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
         """One step's forwards and backwards; gradients are complete when it returns."""
         self._reset()
+        self.courier.listen()
         self.collect, self.record, self.begun = outputs, record, time.perf_counter()
         for executor in self.executors.values():
             executor.begin()
@@ -134,18 +140,21 @@ class Runner:
         self.courier.post.finish()
         for slices in self.slices.values():
             slices.take_gradients()
+        self.outcome.loss = self._total()
         return self.outcome
 
     @torch.no_grad()
     def forward(self, tensors: Mapping[str, Tensor]) -> Outcome:
         """Forwards alone, of all micro-batches; this rank's outputs are kept."""
         self._reset()
+        self.courier.listen()
         self.collect, self.feeds = True, self.feeder.fed(tensors)
         for task in self.tasks:
             if task.kind == "F" or (task.kind in ("receive", "send") and task.way == "F"):
                 self._run[task.kind](task)
         self.held.clear()
         self.courier.post.finish()
+        self.outcome.loss = self._total()
         return self.outcome
 
     def _note(self, action: str, kind: str, start: float) -> None:
@@ -194,13 +203,12 @@ class Runner:
             torch.autograd.backward(starts, grads)
         self.made = {name: gradient_of(leaf) for name, leaf in held.leaves.items()}
 
-    def total(self, outcome: Outcome) -> Tensor:
-        """The global loss, on every rank; all must call. The stage that has it tells the others and goes on: it is done with
-        its backwards before they are, and must not wait for them."""
-        part = next(part for part in self.pipeline.parts if part.graph.loss)
-        if part.index not in self.executors:
+    def _total(self) -> Tensor:
+        """The global loss, on every rank."""
+        last = self.pipeline.last.index
+        if last not in self.executors:
             return self.courier.hear()
-        loss = self.executors[part.index].total(torch.stack(outcome.losses).sum())
+        loss = self.executors[last].total(torch.stack(self.outcome.losses).sum())
         self.courier.tell(loss)
         return loss
 
@@ -236,3 +244,16 @@ class Runner:
         executors = [*self.executors.values(), *self.counters.values()]
         shelves = [slices.own for slices in self.slices.values()]
         return [tensor for kept in (*(e.kept() for e in executors), *shelves) for tensor in kept]
+
+
+def _shared(executor: Executor, load: FullTensor) -> FullTensor:
+    """The tensors an executor has already, where they lie alike; the others are loaded."""
+
+    def part(key: str, layout: Layout) -> Tensor:
+        names = {executor.keys[name]: name for name in executor.state}
+        found = names.get(key)
+        if found is not None and executor.program.stored[found] == layout:
+            return executor.state[found].detach()
+        return load(key, layout)
+
+    return part

@@ -4,8 +4,10 @@ The reference is the eager module itself wherever it can be. It cannot where the
 must draw the same masks, so they follow from seed, op and index, not from torch's generator) or casts to float32 by name
 (in float64 the eager module would round there, the program does not): then it is the program on one rank.
 
-Micro-batches change nothing but batch norm's statistics and the masks drawn. A model with batch norm is run eagerly
-on one micro-batch after the other, and its loss taken of all their outputs together; any other model on the whole batch.
+Micro-batches change nothing but batch norm's statistics, buffers that forward updates and the masks drawn. A model with such
+is run eagerly on one micro-batch after the other, and its loss taken of all their outputs together; any other on the
+whole batch. Where the reference is the program, its micro-batches are weighed as the plan's are, so that dropout is compared
+but not the weighing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fourfold.errors import Infeasible
 from fourfold.graph import Dtype, Graph, Op
 from fourfold.graph.capture import WithLoss, mean_square
 from fourfold.graph.spec import mapped
@@ -50,8 +53,9 @@ class Reference:
 
     def matching(self, plan: Plan) -> Reference:
         """The reference for a plan: this one, or one in the plan's micro-batches where they make a difference."""
-        normed = any(op.target.startswith("aten.batch_norm") for op in self.subject.graph.ops)
-        wanted = plan.microbatches if normed or self.kind == PROGRAM else 1
+        graph = self.subject.graph
+        tracks = bool(graph.writes) or any(op.target.startswith(("aten.batch_norm", "aten.instance_norm")) for op in graph.ops)
+        wanted = plan.microbatches if tracks or self.kind == PROGRAM else 1
         if wanted == self.microbatches:
             return self
         if wanted not in self._others:
@@ -140,8 +144,20 @@ def _forward(
     for m in range(microbatches):
         given = pytree.tree_unflatten([row[m] for row in rows], spec)
         parts.append(whole.model(**given) if isinstance(given, Mapping) else whole.model(*given))
-    outputs = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    outputs = pytree.tree_map(lambda *leaves: _joined(leaves, subject.batch), *parts)
     return (whole.loss(outputs, *targets) if whole.loss else mean_square(outputs)), outputs
+
+
+def _joined(leaves: tuple[Any, ...], batch: int) -> Any:
+    """An output put together from micro-batches along the dim in which their sizes add up to the batch."""
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        return first
+    dims = [d for d in range(first.dim()) if sum(leaf.shape[d] for leaf in leaves) == batch]
+    if not dims:
+        raise Infeasible(f"an output of shape {tuple(first.shape)} has no dim of samples along which to put micro-batches "
+                         "together; verify with 1 micro-batch")  # fmt: skip
+    return torch.cat(leaves, dims[0])
 
 
 def _steps(

@@ -105,7 +105,7 @@ class Trainer:
         if dist.is_initialized():
             dist.barrier()
         begun = time.perf_counter()
-        loss = self.running.total(self.running.forward_backward(feeds))
+        loss = self.running.forward_backward(feeds).loss
         if self.optimizer is not None:
             self.optimizer.step()
         return float(loss), time.perf_counter() - begun

@@ -106,7 +106,7 @@ def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> 
         begun = time.perf_counter()
         outcome = running.forward_backward(feeds, outputs=step == 0)
         spent = time.perf_counter() - begun
-        trial.losses.append(float(running.total(outcome)))
+        trial.losses.append(float(outcome.loss))
         if step == 0:
             trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if t.is_floating_point()}
             trial.gradients = whole_gradients(running)

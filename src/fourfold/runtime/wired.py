@@ -42,11 +42,12 @@ class Bunch:
             self.flying = self.parcel.launch([g.shard.detach() for g in self.members])
 
     def take(self, gathered: Gathered) -> Tensor | None:
-        """A member, once; the others stay until they are asked for."""
+        """A member, once; the others stay until they are asked for, and a frozen one until `reset`: several ops may ask for it,
+        not as many on every rank."""
         if self.flying is not None:
             self.here.update(zip(self.members, self.flying(), strict=True))
             self.flying = None
-        return self.here.pop(gathered, None)
+        return self.here.pop(gathered, None) if gathered.shard.requires_grad else self.here.get(gathered)
 
     def reset(self) -> None:
         if self.flying is not None:
