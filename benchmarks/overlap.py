@@ -32,7 +32,8 @@ from fourfold.runtime.parallel import Parallel, parallelize, signed
 METHOD = (
     "two network namespaces joined by tc tbf at the rate given, one rank and one stage each, one thread; steps of both "
     "schedules (forward and backward, no update) alternate, barrier before and after; medians. The replay takes the median "
-    "forward and backward of a stage and micro-batch from recorded steps and half a round trip of the boundary tensor"
+    "forward and backward of a stage and micro-batch from recorded steps, and the time a receiver waits for the boundary "
+    "tensor while its sender computes on (also given: with an idle sender)"
 )
 MODEL, ARGUMENTS = "vgg16-cifar", {"batch": 64}
 MICROBATCHES = 8
@@ -61,19 +62,30 @@ def stage_seconds(run: Parallel, given: tuple[Any, ...]) -> dict[str, list[float
     }
 
 
-def transfer_seconds(run: Parallel) -> float:
-    """Half a round trip of the boundary tensor, both receives posted."""
+def transfer_seconds(run: Parallel, *, busy: bool) -> float:
+    """How long a receiver waits for the boundary tensor, sent before; with `busy`, while the sender computes on."""
     crossing, size = run.pipeline.crossings[0], run.plan.sizes[0]
     part = run.pipeline.parts[crossing.target]
     shape = part.slot_layout(crossing.value, size).shape
-    tensor, other, times = torch.zeros(math.prod(shape)), 1 - dist.get_rank(), []
-    for _ in range(7):
+    tensor, me, times = torch.zeros(math.prod(shape)), dist.get_rank(), []
+    picture, weight = torch.rand(8, 128, 16, 16), torch.rand(128, 128, 3, 3)
+    for turn in range(16):
+        sender = turn % 2
         dist.barrier()
-        start = time.perf_counter()
-        for sender in (0, 1):
-            (dist.send if dist.get_rank() == sender else dist.recv)(tensor, other)
-        times.append((time.perf_counter() - start) / 2)
-    return statistics.median(times)
+        if me == sender:
+            work = dist.isend(tensor, 1 - me)
+            until = time.perf_counter() + (0.25 if busy else 0.0)
+            while time.perf_counter() < until:
+                torch.conv2d(picture, weight, padding=1)
+            work.wait()
+        else:
+            time.sleep(0.02)  # so that it was sent, and the sender is at work
+            start = time.perf_counter()
+            dist.recv(tensor, sender)
+            times.append(time.perf_counter() - start)
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, times)
+    return statistics.median([t for some in every for t in some])
 
 
 def work(rounds: int) -> None:
@@ -85,9 +97,9 @@ def work(rounds: int) -> None:
     steps = {key: (lambda run=run, given=given: run.forward_backward(*given)) for key, (run, given) in runs.items()}
     times: Times = taken_turns(steps, rounds, {})
     seconds = stage_seconds(*runs["1f1b-so"])
-    transfer = transfer_seconds(runs["1f1b-so"][0])
+    transfer, idle = (transfer_seconds(runs["1f1b-so"][0], busy=busy) for busy in (True, False))
     if dist.get_rank() == 0:
-        print(json.dumps({"times": times, "stages": seconds, "transfer": transfer}), flush=True)
+        print(json.dumps({"times": times, "stages": seconds, "transfer": transfer, "transfer_idle": idle}), flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads need not be waited for
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.errors import InvalidInput
 from fourfold.plans import Options, Plan
-from fourfold.runtime.launch import Ranks
+from ranks import pool
 
 BATCH = 7
 
@@ -125,11 +125,10 @@ def expected() -> dict[str, float]:
 def test_evaluation_and_loading_follow_training(strategy: str, options: dict[str, int], device: str) -> None:
     plan = ff.plan(build(), data(0), loss=first, strategy=strategy, devices=2, options=Options(**options)).best
     want = expected()
-    with Ranks(2) as pool:
-        for got in pool(numbers, plan, device):
-            for key in (k for k in got if k != "temperature"):
-                assert got[key] == pytest.approx(want[key], rel=1e-9), key
-            torch.testing.assert_close(got["temperature"], other_state()["net.temperature"])
+    for got in pool(2)(numbers, plan, device):
+        for key in (k for k in got if k != "temperature"):
+            assert got[key] == pytest.approx(want[key], rel=1e-9), key
+        torch.testing.assert_close(got["temperature"], other_state()["net.temperature"])
 
 
 def test_a_tensor_of_the_wrong_shape_is_refused_before_anything_is_loaded() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.errors import InvalidInput
 from fourfold.runtime.launch import Ranks
+from ranks import pool
 
 
 class Net(nn.Module):
@@ -95,25 +96,24 @@ def reference(clip: float, microbatches: int = 1) -> dict[str, Any]:
 )  # fmt: skip
 def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks: int, microbatches: int) -> None:
     want = reference(0.5, microbatches)
-    with Ranks(ranks) as pool:
-        for got in pool(train, strategy, ranks, 0.5):
-            assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
-            assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
-            assert got["eval"] == pytest.approx(want["eval"], rel=1e-9)
-            assert got["again"] == pytest.approx(want["eval"], rel=1e-9)
-            torch.testing.assert_close(got["outputs"], want["outputs"], rtol=1e-9, atol=1e-9)
-            assert list(got["state"]) == list(want["state"])
-            for key, value in want["state"].items():
-                torch.testing.assert_close(got["state"][key], value, rtol=1e-8, atol=1e-10)
-            if strategy == "filter":
-                assert got["shapes"]["conv.weight"] == (4, 3, 3, 3)
+    for got in pool(ranks)(train, strategy, ranks, 0.5):
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
+        assert got["eval"] == pytest.approx(want["eval"], rel=1e-9)
+        assert got["again"] == pytest.approx(want["eval"], rel=1e-9)
+        torch.testing.assert_close(got["outputs"], want["outputs"], rtol=1e-9, atol=1e-9)
+        assert list(got["state"]) == list(want["state"])
+        for key, value in want["state"].items():
+            torch.testing.assert_close(got["state"][key], value, rtol=1e-8, atol=1e-10)
+        if strategy == "filter":
+            assert got["shapes"]["conv.weight"] == (4, 3, 3, 3)
 
 
 def test_ranks_that_share_no_memory_get_the_same_numbers_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     want = reference(0.5)
     monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
-    with Ranks(2) as pool:
-        for got in pool(train, "data", 2, 0.5):
+    with Ranks(2) as fresh:
+        for got in fresh(train, "data", 2, 0.5):
             assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
             assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
 
