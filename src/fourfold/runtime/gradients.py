@@ -27,7 +27,7 @@ class _Bucket:
 
 
 class Gradients:
-    """Sums the gradients of parameters over their axes. `reductions` maps names to axes, `order` is the order of use."""
+    """Sums the gradients of parameters over their axes. `reductions` maps names to axes."""
 
     def __init__(self, parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]], world: World) -> None:
         self.parameters, self.world = parameters, world

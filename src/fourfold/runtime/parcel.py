@@ -21,13 +21,13 @@ Arrived = Callable[[], list[Tensor]]
 
 
 class Parcel:
-    """Steps of several tensors of one dtype, all along the same axes. `purpose` names the communicator."""
+    """Steps of several tensors of one dtype, all along the same axes."""
 
-    def __init__(self, steps: Sequence[Step], world: World, purpose: str = "gradients") -> None:
+    def __init__(self, steps: Sequence[Step], world: World) -> None:
         axes = steps[0].axes
         assert all(step.axes == axes for step in steps)
         members = world.members(axes)
-        self.group, self.me = world.group(axes, purpose), members.index(world.rank)
+        self.group, self.me = world.group(axes, "gradients"), members.index(world.rank)
         self.shapes = [step.target.local_shape(world.coords) for step in steps]
         self.takes = [by_peer(transfers(step, world.rank, incoming=True), members) for step in steps]
         self.gives = [by_peer(transfers(step, world.rank, incoming=False), members) for step in steps]
@@ -37,8 +37,8 @@ class Parcel:
         self.receives = [sum(t.numel for t in column if t is not None) for column in zip(*self.takes, strict=True)]
         self.sends[self.me] = self.receives[self.me] = 0
 
-    def launch(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Arrived:
-        """Start; the answer waits and gives the results. With `into`, what comes from peers is written there."""
+    def launch(self, tensors: Sequence[Tensor]) -> Arrived:
+        """Start; the answer waits and gives the results."""
         pieces = [
             take(tensor, given.spans).reshape(-1)
             for k, column in enumerate(zip(*self.gives, strict=True))
@@ -48,7 +48,7 @@ class Parcel:
         packed = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
         received = packed.new_empty(sum(self.receives))
         work = dist.all_to_all_single(received, packed, self.receives, self.sends, group=self.group, async_op=True)
-        outs = list(into) if into is not None else [self._own(k, tensor) for k, tensor in enumerate(tensors)]
+        outs = [self._own(k, tensor) for k, tensor in enumerate(tensors)]
 
         def arrived() -> list[Tensor]:
             work.wait()
