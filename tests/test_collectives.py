@@ -217,3 +217,10 @@ def test_a_measured_time_never_falls_with_size(times: list[float], size: float, 
     points = tuple(10.0**k for k in range(1, len(times) + 1))
     curve = Curve(collective="send", level="nvlink", ranks=2, sizes=points, seconds=tuple(times))
     assert reading(curve, size).seconds <= reading(curve, size * factor).seconds * (1 + 1e-12)
+
+
+def test_a_small_all_reduce_on_many_ranks_takes_a_trees_time() -> None:
+    many = [range(1024)]
+    ring = 2 * 1023 * ABCI.links[-1].latency
+    small, middle, large = (seconds(ABCI, many, "all_reduce", size) for size in (1e3, 1e6, 1e9))
+    assert small < middle < large and small < 0.05 * ring

@@ -50,11 +50,14 @@ def _cost(cluster: Cluster, channel: Channel, groups: int, collective: Collectiv
 
 
 def allreduce_time(channel: Channel, size: float) -> float:
-    """2 (p-1) (alpha + m beta/p), m bytes of the tensor. A ring: p-1 steps reduce-scatter, p-1 gather, m/p bytes each.
+    """The lesser of a ring's time, 2 (p-1) (alpha + m beta/p), and a tree's, 2 ceil(log2 p) (alpha + m beta), m bytes of the
+    tensor: libraries choose, the tree for small m on many ranks.
 
-    Source: ParaDL; Patarasuk and Yuan 2009. Wrong for small m on many ranks, where trees need log p steps.
+    A ring: p-1 steps reduce-scatter, p-1 gather, m/p bytes each; a tree: up and down. Source: ParaDL; Patarasuk and Yuan
+    2009; Thakur et al. 2005. Wrong between the two, where libraries cut messages into pieces and do better than both.
     """
-    return 2 * _ring_time(channel, size / channel.ranks)
+    tree = 2 * math.ceil(math.log2(channel.ranks)) * (channel.latency + size * channel.border)
+    return min(2 * _ring_time(channel, size / channel.ranks), tree)
 
 
 def allgather_time(channel: Channel, size: float) -> float:
