@@ -19,7 +19,6 @@ from fourfold.plans import lower, named
 from fourfold.runtime.reference import PROGRAM, Reference, eager_trial
 from fourfold.runtime.trial import Task, run_trial
 from fourfold.runtime.verify import verify
-from fourfold.runtime.world import World
 from ranks import close_pools, pool
 
 MISSING = [name for name in ("monai", "transformers") if find_spec(name) is None]
@@ -70,8 +69,7 @@ def test_the_program_on_one_rank_is_the_module_in_float32(text: str) -> None:
     eager = eager_trial(subject, start, subject.case.tensors, precision="fp32", optimizer="sgd", steps=1)
     plan = named("data", subject.graph, ranks=1, batch=subject.batch)
     task = Task(graph=subject.graph, plan=plan, data="", precision="fp32", steps=1)
-    world = World(plan.mesh, rank=0, device=torch.device("cpu"))
-    ours = run_trial(task, lower(subject.graph, plan), world, start, subject.case.tensors)
+    ours = run_trial(task, start, subject.case.tensors)
     assert ours.losses == pytest.approx(eager.losses, rel=1e-6)
     for name, output in eager.outputs.items():
         torch.testing.assert_close(ours.outputs[name], output)

@@ -138,6 +138,11 @@ class Pipeline:
         return [compute for part in self.parts for compute in part.program.computes()]
 
     @property
+    def replicated(self) -> list[Compute]:
+        """Ops without a rule that ran whole on every rank of their stage."""
+        return [compute for part in self.parts for compute in part.program.replicated]
+
+    @property
     def split_flops_fraction(self) -> float:
         """FLOPs of ops that run split along every axis of their stage's mesh, as a fraction of all."""
         total = sum(c.nest.flops for c in self.computes())
