@@ -1,0 +1,46 @@
+"""Everything the oracle says of one lowered plan on one cluster: time, memory, whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.cluster import Cluster, Device
+from fourfold.oracle.estimate import Estimate, estimate
+from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
+from fourfold.oracle.prices import Prices
+from fourfold.plans.pipeline import Pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A plan's step on a cluster. `capacity`: bytes of the rank that comes nearest to its device's memory, or past it."""
+
+    cluster: Cluster
+    estimate: Estimate
+    memory: Memory
+    tightest: int  # a rank
+    capacity: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes any rank has alive."""
+        return self.memory.heaviest.bytes
+
+    @property
+    def feasible(self) -> bool:
+        return self.memory.of(self.tightest).bytes <= self.capacity
+
+
+def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Prediction:
+    """The predicted step of a plan: how long, how many bytes."""
+    cluster = prices.cluster
+    timed = estimate(pipeline, prices, optimizer=optimizer)
+    sized = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0)))
+    tightest = max((peak.ranks[0] for peak in sized.peaks), key=lambda rank: sized.of(rank).bytes / cluster.memory(rank))
+    return Prediction(
+        cluster=cluster, estimate=timed, memory=sized, tightest=tightest, capacity=cluster.memory(tightest)
+    )
+
+
+def _machine(device: Device) -> Machine:
+    return CPU if device.kind == "cpu" else CUDA
