@@ -18,7 +18,7 @@ from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.plans.additive import MicroLoss, microbatched
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.world import World
-from ranks import Job, run_jobs
+from ranks import Job, run_jobs, stepped
 from small import SMALL, batch_of, graph_of
 
 Loss = Callable[..., Tensor]
@@ -37,7 +37,7 @@ def executed(graph: Graph, batch: int, state: dict[str, Tensor], feeds: dict[str
         dtypes={"float32": torch.float64},
     )
     given = {n: executor.cut(n, feeds[n]) for n in (*graph.inputs, *graph.targets)}
-    out = executor.forward_backward(given)[1] if graph.loss else executor.forward(given)
+    out = stepped(executor, given)[1] if graph.loss else executor.forward(given)
     scalars = {n: t.item() for n, t in out.items() if not t.dim()}
     return scalars, {executor.keys[n]: t.grad for n, t in executor.state.items() if t.grad is not None}
 

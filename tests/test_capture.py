@@ -17,6 +17,7 @@ from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.world import World
+from ranks import stepped
 from small import SMALL
 
 Loss = Callable[..., Tensor]
@@ -36,7 +37,7 @@ def assert_bitwise(
         lower(graph, one_rank(graph, values[0].shape[0])), World.join(Mesh.of(data=1)), lambda key, _: start[key].clone()
     )
     feeds = {n: executor.cut(n, t) for n, t in zip((*graph.inputs, *graph.targets), (*values, *targets), strict=True)}
-    got, _ = executor.forward_backward(feeds)
+    got, _ = stepped(executor, feeds)
     module.zero_grad()
     outputs = module(**inputs) if isinstance(inputs, Mapping) else module(*values)
     expected = loss(outputs, *targets) if loss else mean_square(outputs)

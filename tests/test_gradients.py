@@ -19,7 +19,7 @@ from fourfold.runtime import gradients
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, Gradients
 from fourfold.runtime.materialise import cut
-from ranks import pool, world_of
+from ranks import pool, stepped, world_of
 from small import Subject, assert_equal, subject
 
 # --- how buckets are filled ---------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def gathered(plan: Plan, task: Any) -> int:
     names = (*task.graph.inputs, *task.graph.targets)
     feeds = {name: executor.cut(name, tensor) for name, tensor in zip(names, data["inputs"], strict=True)}
     with Gathered() as watch:
-        executor.forward_backward(feeds)
+        stepped(executor, feeds)
     return watch.largest
 
 

@@ -19,9 +19,8 @@ import torch
 
 from fourfold.oracle.memory import CPU, CUDA, Memory, memory
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.lifetimes import frees, overwriting
+from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.pipeline import Pipeline, pipeline
-from fourfold.runtime.execute import _reusing, _with_frees
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.measure import measure
@@ -205,11 +204,17 @@ def test_more_samples_need_more_memory() -> None:
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
-def test_slots_live_as_long_as_in_the_runtime() -> None:
+def test_slots_live_from_their_making_to_their_last_reading() -> None:
     for made in programs():
         for part in made.parts:
-            program = part.program
-            bound = _with_frees(program, [lambda env: None for _ in program.steps])
-            assert [slots for _, slots in bound] == frees(program)
-            done = _reusing(program)
-            assert {k for k, (a, b) in enumerate(zip(done, program.steps, strict=True)) if a is not b} == overwriting(program)
+            program, alive = part.program, set()
+            made_here = {slot for step in program.steps for slot in writes(step)}
+            for step, dead in zip(program.steps, frees(program), strict=True):
+                assert reads(step) & made_here <= alive
+                alive |= writes(step)
+                assert set(dead) <= alive
+                alive -= set(dead)
+            assert alive == set(program.slots.values()) & made_here
+            for k in overwriting(program):
+                step = program.steps[k]
+                assert step.inputs[0] in frees(program)[k]

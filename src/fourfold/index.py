@@ -6,7 +6,7 @@ increasing order, so the position of an index inside the set is its local index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,6 +31,15 @@ class IndexSet:
 
     size: int
     spans: tuple[Span, ...]
+
+    @staticmethod
+    def consecutive(counts: Sequence[int]) -> tuple[IndexSet, ...]:
+        """Sets of so many indices, one after another."""
+        total, start, out = sum(counts), 0, []
+        for count in counts:
+            out.append(IndexSet.of(total, [(start, start + count)]))
+            start += count
+        return tuple(out)
 
     @staticmethod
     def whole(size: int) -> IndexSet:

@@ -181,6 +181,15 @@ class Graph:
         return frozenset(out)
 
     @cached_property
+    def reached(self) -> frozenset[str]:
+        """The values a gradient of the loss comes to."""
+        live = {self.loss} - {""}
+        for op in reversed(self.ops):
+            if live & set(op.results) and not op.target.startswith("aten.detach"):
+                live.update(name for name in op.operands if self.values[name].is_float)
+        return frozenset(live)
+
+    @cached_property
     def producer(self) -> dict[str, Op]:
         return {name: op for op in self.ops for name in op.results}
 

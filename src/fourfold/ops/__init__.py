@@ -12,11 +12,12 @@ from fourfold.ops import (
     recurrent,
     reduce,
     resample,
+    rows,
     shape,
 )
 from fourfold.ops.nest import Kept, Loop, Nest, Window, find_rule, nest_of
 
 __all__ = [
     "Kept", "Loop", "Nest", "Window", "attention", "conv", "embedding", "find_rule", "linear", "loss", "nest_of", "norm",
-    "pointwise", "pool", "recurrent", "reduce", "resample", "shape",
+    "pointwise", "pool", "recurrent", "reduce", "resample", "rows", "shape",
 ]  # fmt: skip

@@ -1,8 +1,12 @@
-"""How long slots of a program live, and which ops may write over their input: facts of the program alone."""
+"""How long slots of a program live, which ops may write over their input, and which steps are run again: facts of the steps
+alone, for whoever runs them or counts their memory.
+"""
 
 from __future__ import annotations
 
-from fourfold.plans.program import Compute, Move, Program, Step
+from fourfold.graph import Graph
+from fourfold.plans.plan import Segment
+from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 
 _FRESH = ("aten.conv", "aten.batch_norm", "aten.linear", "aten.add")
 """Ops whose result is new memory that their own backward does not read."""
@@ -67,3 +71,25 @@ def overwriting(program: Program) -> frozenset[int]:
             if alone and first in fresh and fresh[first] == home.get(k):
                 out.add(k)
     return frozenset(out)
+
+
+def segments(wanted: tuple[Segment, ...], graph: Graph, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
+    """The steps of each recomputed run of ops, with the parameters gathered for it."""
+    order = {op.path: k for k, op in enumerate(graph.ops)}
+    at: dict[int, int] = {}  # op -> step
+    for k, step in enumerate(steps):
+        inner = step.bodies[0] if isinstance(step, Repeat) else (step,)
+        at.update({order[s.op.path]: k for s in inner if isinstance(s, Compute) and s.op.name in graph.dependent})
+    out: list[tuple[int, int]] = []
+    for segment in wanted:
+        first, last = order.get(segment.first), order.get(segment.last)
+        found = sorted(at[k] for k in at if first is not None and last is not None and first <= k <= last)
+        if not found:
+            continue
+        low = next(k for k in range(found[0], -1, -1) if k == 0 or not _gathers(steps[k - 1]))
+        out.append((max(low, out[-1][1] if out else 0), found[-1] + 1))
+    return tuple((low, high) for low, high in out if low < high)
+
+
+def _gathers(step: Step) -> bool:
+    return isinstance(step, Move) and step.kind == "parameter"

@@ -13,12 +13,14 @@ from typing import Any
 
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph, Op, Size
+from fourfold.index import IndexSet
 from fourfold.ops.nest import Nest, Window, nest_of
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.hints import Hints, block_hints, domain_dims
 from fourfold.plans.layout import Layout, Own
+from fourfold.plans.lifetimes import segments
 from fourfold.plans.place import Placement, place
-from fourfold.plans.plan import Passes, Plan, Segment
+from fourfold.plans.plan import Passes, Plan
 from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
@@ -92,7 +94,7 @@ class _Lowering:
             graph=self.graph,
             mesh=self.mesh,
             steps=steps,
-            segments=_segments(self.plan.recompute, self.graph, steps),
+            segments=segments(self.plan.recompute, self.graph, steps),
             stored=self.stored,
             updates=self._updates(),
             reductions=self.reductions,
@@ -283,7 +285,7 @@ class _Lowering:
         """Leave the gradient sums of parameters to the buckets, where every use of a parameter asks for the same ones."""
         self.reductions: dict[str, tuple[str, ...]] = {}
         aliases: dict[str, str] = {}
-        live = reached(self.graph) if self.around.live is None else self.around.live
+        live = self.graph.reached if self.around.live is None else self.around.live
         uses: dict[str, dict[Layout, str]] = {}
         for (value, need), slot in self.forms.items():
             uses.setdefault(value, {})[need] = slot
@@ -351,7 +353,7 @@ class _Lowering:
         """One pass as if its examples were the whole batch."""
         counts = [len(s.parts(region.count)[k]) for s in own.sets]
         total = sum(counts)
-        renumbered = Own(own.axes, own.extents, _consecutive(counts))
+        renumbered = Own(own.axes, own.extents, IndexSet.consecutive(counts))
         sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser, self.around)
         sub.examples = tuple(i for s in own.sets for i in s.parts(region.count)[k])
         layout = self.layouts[entry]
@@ -379,47 +381,6 @@ class _Lowering:
             if name in self.leaves:
                 self.forms.setdefault((name, need), slot)
         return tuple(sub.steps)
-
-
-def _consecutive(counts: list[int]) -> tuple[Any, ...]:
-    from fourfold.index import IndexSet
-
-    total, out, start = sum(counts), [], 0
-    for count in counts:
-        out.append(IndexSet.of(total, [(start, start + count)]))
-        start += count
-    return tuple(out)
-
-
-def reached(graph: Graph) -> set[str]:
-    """The values a gradient of the loss comes to."""
-    live = {graph.loss} - {""}
-    for op in reversed(graph.ops):
-        if live & set(op.results) and not op.target.startswith("aten.detach"):
-            live.update(name for name in op.operands if graph.values[name].is_float)
-    return live
-
-
-def _segments(wanted: tuple[Segment, ...], graph: Graph, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
-    """The steps of each recomputed run of ops, with the parameters gathered for it."""
-    order = {op.path: k for k, op in enumerate(graph.ops)}
-    at: dict[int, int] = {}  # op -> step
-    for k, step in enumerate(steps):
-        inner = step.bodies[0] if isinstance(step, Repeat) else (step,)
-        at.update({order[s.op.path]: k for s in inner if isinstance(s, Compute) and s.op.name in graph.dependent})
-    out: list[tuple[int, int]] = []
-    for segment in wanted:
-        first, last = order.get(segment.first), order.get(segment.last)
-        found = sorted(at[k] for k in at if first is not None and last is not None and first <= k <= last)
-        if not found:
-            continue
-        low = next(k for k in range(found[0], -1, -1) if k == 0 or not _gathers(steps[k - 1]))
-        out.append((max(low, out[-1][1] if out else 0), found[-1] + 1))
-    return tuple((low, high) for low, high in out if low < high)
-
-
-def _gathers(step: Step) -> bool:
-    return isinstance(step, Move) and step.kind == "parameter"
 
 
 def _is_halo(have: Layout, need: Layout, nest: Nest) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph, Ref
-from fourfold.plans.lower import reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ class Cut:
 def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     """The graph cut before each of the ops named, the first of which opens stage 0."""
     home = _homes(graph, firsts)
-    live = frozenset(reached(graph) & _trained(graph))
+    live = frozenset(graph.reached & _trained(graph))
     makers = {name: min(home[op.name]) for op in graph.ops if op.name in home for name in op.results}
     inside = [{op.name for op in graph.ops if s in home[op.name]} for s in range(len(firsts))]
     wanted = [_wanted(graph, names) for names in inside]

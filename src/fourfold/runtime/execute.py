@@ -18,6 +18,7 @@ from fourfold.errors import InvalidInput
 from fourfold.graph.spec import Constant
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
+from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 from fourfold.runtime.exchange import moved, mover, started
 from fourfold.runtime.gradients import Gradients
@@ -74,7 +75,7 @@ class Executor:
         self.gradients = Gradients(trainable, rest, world)
         self.weights = Weights(self.programs if trains else {}, self.state, world)
         self._steps = {
-            size: self._segmented(known, _with_frees(known, [self._bound(step) for step in _reusing(known)]))
+            size: self._segmented(known, list(zip(map(self._bound, _reusing(known)), frees(known), strict=True)))
             for size, known in self.programs.items()
         }
         self.written: dict[str, Tensor] = {}
@@ -111,24 +112,24 @@ class Executor:
 
     def _segment(self, program: Program, steps: Bound, low: int, high: int) -> BoundStep:
         inside, randomness = steps[low:high], self.randomness
-        made = {slot for step in program.steps[low:high] for slot in _writes(step)}
-        reads = {slot for step in program.steps[low:high] for slot in _reads(step)} - made
-        later = {slot for step in program.steps[high:] for slot in _reads(step)} | set(program.slots.values())
+        made = {slot for step in program.steps[low:high] for slot in writes(step)}
+        needed = {slot for step in program.steps[low:high] for slot in reads(step)} - made
+        later = {slot for step in program.steps[high:] for slot in reads(step)} | set(program.slots.values())
         results = sorted(made & later)
-        spent = tuple(slot for _, frees in inside for slot in frees if slot in reads)
-        buffers = reads & {p.name for p in program.graph.parameters if p.buffer}
+        spent = tuple(slot for _, dead in inside for slot in dead if slot in needed)
+        buffers = needed & {p.name for p in program.graph.parameters if p.buffer}
 
         def run(env: Env) -> None:
-            given, moment = {slot: env[slot] for slot in reads}, (randomness.step, randomness.microbatch)
+            given, moment = {slot: env[slot] for slot in needed}, (randomness.step, randomness.microbatch)
 
             def body(again: bool) -> list[Any]:
                 now, inner = (randomness.step, randomness.microbatch), dict(given)
                 if again:  # running statistics were updated by the first run
                     inner.update({slot: inner[slot].clone() for slot in buffers})
                 randomness.step, randomness.microbatch = moment
-                for bound, frees in inside:
+                for bound, dead in inside:
                     bound(inner)
-                    for slot in frees:
+                    for slot in dead:
                         del inner[slot]
                 randomness.step, randomness.microbatch = now
                 return [inner[slot] for slot in results]
@@ -169,9 +170,9 @@ class Executor:
         """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
         env: Env = {**self.state, **self.written, **self.constants, **feeds}
         with self.weights.saving(size):
-            for run, frees in self._steps[size]:
+            for run, dead in self._steps[size]:
                 run(env)
-                for slot in frees:
+                for slot in dead:
                     del env[slot]
         program = self.programs[size]
         out = {name: env[slot] for name, slot in program.slots.items()}
@@ -202,16 +203,6 @@ class Executor:
         self.gradients.finish()
         self.shared.finish()
         self.settle()
-
-    def forward_backward(self, feeds: Mapping[str, Tensor]) -> tuple[Tensor, Env]:
-        """One forward and backward; gradients are complete when it returns. The loss is the global one."""
-        self.begin()
-        out = self.forward(feeds, next(iter(self.programs)))
-        loss = out[self.program.graph.loss]
-        if loss.requires_grad:
-            loss.backward()
-        self.finish()
-        return self.total(loss.detach()), out
 
     def total(self, loss: Tensor) -> Tensor:
         """The global loss from this rank's share."""
@@ -263,73 +254,18 @@ def _move(step: Move, run: Callable[[Tensor], Tensor]) -> Callable[[Env], None]:
     return move
 
 
-def _reads(step: Step) -> set[str]:
-    if isinstance(step, Compute):
-        return set(step.inputs)
-    if isinstance(step, Move):
-        return {step.source}
-    inner = {slot for body in step.bodies for s in body for slot in _reads(s)}
-    made = {slot for body in step.bodies for s in body for slot in _writes(s)}
-    return (inner - made) | {slot for slot, _ in step.entries}
-
-
-def _writes(step: Step) -> set[str]:
-    if isinstance(step, Compute):
-        return set(step.outputs)
-    if isinstance(step, Move):
-        return {step.target}
-    return {outside for _, outside, _ in step.exits}
-
-
-def _with_frees(program: Program, bound: list[Callable[[Env], None]]) -> Bound:
-    """Each step with the slots nobody reads after it."""
-    kept = set(program.slots.values())
-    last: dict[str, int] = {}
-    for k, step in enumerate(program.steps):
-        for slot in _writes(step):
-            last[slot] = k
-    made = set(last)
-    for k, step in enumerate(program.steps):
-        for slot in _reads(step) & made:
-            last[slot] = k
-    frees: list[list[str]] = [[] for _ in bound]
-    for slot, k in last.items():
-        if slot not in kept:
-            frees[k].append(slot)
-    return [(run, tuple(slots)) for run, slots in zip(bound, frees, strict=True)]
-
-
-_FRESH = ("aten.conv", "aten.batch_norm", "aten.linear", "aten.add")
-"""Ops whose result is new memory that their own backward does not read."""
-
-
 def _reusing(program: Program) -> list[Step]:
     """The steps, with ops the model wrote in place done in place again where nobody else reads their input."""
-    readers: dict[str, int] = {}
-    for step in program.steps:
-        for slot in _reads(step):
-            readers[slot] = readers.get(slot, 0) + 1
-    kept = set(program.slots.values())
-    home = {k: n for n, (low, high) in enumerate(program.segments) for k in range(low, high)}
-    fresh = {
-        s.outputs[0]: home.get(k)
-        for k, s in enumerate(program.steps)
-        if isinstance(s, Compute) and s.op.target.startswith(_FRESH)
-    }
-    out: list[Step] = []
-    for k, step in enumerate(program.steps):
-        if isinstance(step, Compute) and step.op.inplace and step.nest.kernel == "plain" and step.inputs:
-            first = step.inputs[0]
-            alone = readers[first] == 1 and first not in kept and step.inputs.count(first) == 1
-            if alone and first in fresh and fresh[first] == home.get(k):
-                step = replace(step, op=replace(step.op, target=step.op.inplace))
-        out.append(step)
-    return out
+    again = overwriting(program)
+    return [
+        replace(step, op=replace(step.op, target=step.op.inplace)) if k in again and isinstance(step, Compute) else step
+        for k, step in enumerate(program.steps)
+    ]
 
 
 def _order_of_use(program: Program) -> dict[str, int]:
     out: dict[str, int] = {}
     for k, step in enumerate(program.steps):
-        for slot in _reads(step):
+        for slot in reads(step):
             out.setdefault(slot.split("@")[0], k)
     return out

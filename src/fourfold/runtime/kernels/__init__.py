@@ -12,11 +12,12 @@ from fourfold.runtime.kernels import (
     recurrent,
     reduce,
     resample,
+    rows,
     shape,
 )
 from fourfold.runtime.kernels.base import Local, Randomness, build
 
 __all__ = [
     "Local", "Randomness", "attention", "build", "conv", "embedding", "linear", "loss", "norm", "pool", "random", "recurrent",
-    "reduce", "resample", "shape",
+    "reduce", "resample", "rows", "shape",
 ]  # fmt: skip
