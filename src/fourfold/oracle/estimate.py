@@ -34,6 +34,7 @@ class Estimate:
     timeline: Timeline
     measured_share: float  # of the compute seconds, how much rests on measured kernels
     stages: tuple[Mapping[str, float], ...]  # per stage: forward and backward of the first micro-batch, sums, update
+    items: Mapping[tuple[int, str], tuple[Item, ...]]  # by stage: "F" and "B" of the first micro-batch, "sums" after the last
 
 
 def estimate(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Estimate:
@@ -84,7 +85,13 @@ class _Estimating:
             timeline=timeline,
             measured_share=known,
             stages=tuple(self._stage_record(part.index) for part in self.pipeline.parts),
+            items=self._first_items(),
         )
+
+    def _first_items(self) -> dict[tuple[int, str], tuple[Item, ...]]:
+        first = self.plan.sizes[0]
+        out = {(stage, kind): tuple(items) for (stage, kind, size), items in self.items.items() if size == first}
+        return {**out, **{(stage, "sums"): tuple(items) for stage, items in self.sums.items()}}
 
     def _stage_record(self, index: int) -> dict[str, float]:
         size = self.plan.sizes[0]

@@ -42,6 +42,9 @@ class Item:
     spread: float = 0.0  # seconds, one quartile to the other
     meets: bool = False  # whether the ranks wait for each other in it
     source: str = "measured"
+    pattern: str = ""  # of an exchange: its collective, the axes of its groups, and bytes as `cluster.Curve` counts them
+    axes: tuple[str, ...] = ()
+    size: float = 0.0
 
 
 def kinds_of_ranks(program: Program) -> dict[tuple[int, ...], list[int]]:
@@ -155,7 +158,8 @@ class StagePrices:
         cost = self._cost(kind, groups, size)
         source = "measured" if cost.measured else "roofline"
         spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
-        return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source)
+        return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source,
+                    pattern=kind, axes=axes, size=size)  # fmt: skip
 
     def _cost(self, kind: Any, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
         return self.prices.gradient_sum(groups, size) if kind == "gradients" else self.prices.collective(kind, groups, size)
