@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold.cli.calibrate import calibrate
 from fourfold.cli.options import (
     Batch,
     Json,
@@ -78,6 +79,9 @@ def clusters(
         found = [cluster_named(text) for text in ((*preset_names(), LOCAL) if name is None else (name,))]
     record = {"clusters": [cluster_record(cluster) for cluster in found]}
     voice.answer(record, lambda: clusters_text(found) if name is None else cluster_text(found[0]))
+
+
+app.command()(calibrate)
 
 
 @app.command()

@@ -43,6 +43,21 @@ class Voice:
             print(text, flush=True)
 
     @contextlib.contextmanager
+    def counting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
+        """A bar that fills: the value takes the words, how many are done, and of how many."""
+        with contextlib.redirect_stdout(sys.stderr) if self.json or self.silent else contextlib.nullcontext():
+            if self.silent or not sys.stderr.isatty():
+                yield lambda words, done, of: None
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+                task = progress.add_task(text, total=None)
+                yield lambda words, done, of: progress.update(task, description=words, completed=done, total=of)
+
+    @contextlib.contextmanager
     def working(self, text: str) -> Iterator[Callable[[str], None]]:
         """Shows that something is going on; the value changes the words."""
         with contextlib.redirect_stdout(sys.stderr) if self.json or self.silent else contextlib.nullcontext():

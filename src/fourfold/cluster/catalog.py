@@ -10,8 +10,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from fourfold.cluster.cache import calibration_file
 from fourfold.cluster.files import load_cluster
-from fourfold.cluster.local import local
+from fourfold.cluster.local import local, usable_cores
 from fourfold.cluster.spec import Cluster
 from fourfold.errors import InvalidInput, nearest
 
@@ -31,9 +32,11 @@ def preset(name: str) -> Cluster:
 
 
 def cluster_named(text: str, *, devices: int | None = None) -> Cluster:
-    """The cluster a text means, with so many devices in use, or all."""
+    """The cluster a text means, with so many devices in use, or all. `local` is this machine as it was calibrated with so
+    many ranks, or an assumption where it was not."""
     if text == LOCAL:
-        return local(devices)
+        calibration = calibration_file(devices if devices is not None else usable_cores())
+        return load_cluster(calibration) if calibration.is_file() else local(devices)
     found = preset(text) if text in preset_names() else _from_file(text)
     return found if devices is None else found.sized(devices)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fourfold.cluster import quantity as q
+from fourfold.cluster.cache import write_whole
 from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured
 from fourfold.cluster.parts import KINDS, OPTIMIZERS, PRECISIONS, Device, Kind, Link, Nodes, Sources
 from fourfold.cluster.spec import Cluster
@@ -30,7 +31,7 @@ def load_cluster(path: Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster file that reads back as the same value."""
-    path.write_text(cluster_text(cluster), "utf-8")
+    write_whole(path, cluster_text(cluster))
 
 
 def _cluster(table: Table) -> Cluster:

@@ -64,7 +64,7 @@ class Measured:
     """Everything measured on a cluster. Nothing, unless it was calibrated."""
 
     curves: tuple[Curve, ...] = ()
-    kernels: str = ""  # path of the table of op kernels, relative to the cluster's file
+    kernels: str = ""  # name of the table of op kernels in the cache
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str, int, int]] = set()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, local
 from fourfold.cluster.parts import OPTIMIZERS
+from fourfold.errors import InvalidInput
 from fourfold.plans.mesh import Mesh
 from fourfold.runtime.board import CAPACITY, Board, host_of_this_process
 from fourfold.runtime.crew import Crew
@@ -44,26 +45,38 @@ class Request:
     collective: Collective
     groups: tuple[tuple[int, ...], ...]
     level: str
+    sizes: tuple[float, ...] = SIZES
 
 
-def calibrated(ranks: Crew, *, told: Callable[[str, int, int], None] = lambda text, done, of: None) -> Iterator[Cluster]:
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A cluster as far as it is measured, and what comes next."""
+
+    cluster: Cluster
+    done: int
+    of: int
+    next: str
+
+
+def calibrated(ranks: Crew, *, name: str = "calibrated", sizes: tuple[float, ...] = SIZES) -> Iterator[Progress]:
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
     hosts = ranks(host_of_this_process)
-    cluster = _described(hosts)
-    told("rates", 0, 1)
+    cluster, wanted = _described(hosts, name), requests(hosts, sizes)
+    of = 1 + len(wanted)
+    yield Progress(cluster=cluster, done=0, of=of, next="rates of one rank while all are busy")
     device = cluster.kinds[0]
     facts = ranks(rates)
     device = replace(device, **_device_facts(facts, device.cores))
-    cluster = replace(cluster, kinds=(device,), about=f"{len(set(hosts))} hosts, {ranks.count} ranks; measured")
-    yield cluster
-    wanted = requests(hosts)
-    for done, request in enumerate(wanted):
-        told(f"{request.collective} by {len(request.groups[0])} ranks", done, len(wanted))
+    told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
+    cluster = replace(cluster, kinds=(device,), about=told)
+    for done, request in enumerate(wanted, start=1):
+        words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
+        yield Progress(cluster=cluster, done=done, of=of, next=words)
         cluster = _with(cluster, ranks(measured, request)[request.groups[0][0]], request)
-        yield cluster
+    yield Progress(cluster=cluster, done=of, of=of, next="")
 
 
-def requests(hosts: list[str]) -> list[Request]:
+def requests(hosts: list[str], sizes: tuple[float, ...] = SIZES) -> list[Request]:
     """The curves that plans on these ranks may ask for."""
     out = []
     count = len(hosts)
@@ -75,21 +88,25 @@ def requests(hosts: list[str]) -> list[Request]:
             kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
             kinds += ["send"] if size == 2 else []
             kinds += ["shared_gather", "shared_sum"] if inside else []
-            out += [Request(collective=kind, groups=groups, level="loopback" if inside else "network") for kind in kinds]
+            level = "loopback" if inside else "network"
+            out += [Request(collective=kind, groups=groups, level=level, sizes=sizes) for kind in kinds]
     unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
     return list(reversed(unique.values()))
 
 
-def _described(hosts: list[str]) -> Cluster:
+def _described(hosts: list[str], name: str) -> Cluster:
     """The ranks as a cluster nobody has measured yet."""
     nodes = list(dict.fromkeys(hosts))
     base = local(len(hosts))
     if len(nodes) == 1:
-        return replace(base, name="calibrated")
-    counts = {hosts.count(host) for host in nodes}
-    run = Nodes(count=len(nodes), device="cpu", devices=max(counts), sources=Sources(whole="found by calibration"))
+        return replace(base, name=name)
+    counts = sorted({hosts.count(host) for host in nodes})
+    if len(counts) > 1 or hosts != sorted(hosts, key=nodes.index):
+        raise InvalidInput(f"{len(nodes)} hosts with {' and '.join(map(str, counts))} ranks, not equally many one after the "
+                           "other; start as many on each")  # fmt: skip
+    run = Nodes(count=len(nodes), device="cpu", devices=counts[0], sources=Sources(whole="found by calibration"))
     network = Link(name="network", latency=1e-4, bandwidth=1e8, sources=Sources(whole="assumed, not calibrated"))
-    return replace(base, name="calibrated", nodes=(run,), links=(*base.links, network))
+    return replace(base, name=name, nodes=(run,), links=(*base.links, network))
 
 
 def _with(cluster: Cluster, found: list[tuple[float, float, float]], request: Request) -> Cluster:
@@ -129,10 +146,12 @@ def measured(request: Request) -> list[tuple[float, float, float]]:
     made = {group: dist.new_group(list(group)) for group in request.groups}
     out = []
     run = _collectives(request, mine, made.get(mine) if mine is not None else None)
-    for size in SIZES:
+    for size in request.sizes:
         if request.collective == "shared_gather" and size > CAPACITY:
             continue
-        out.append((size, *_calm(run, int(size))))
+        seconds, spread = _calm(run, int(size))
+        there = 0.5 if request.collective == "send" else 1.0
+        out.append((size, there * seconds, there * spread))
     return out
 
 
@@ -187,17 +206,20 @@ def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> 
         if kind == "all_to_all":
             n = max(n // (count - 1), 1) * count
             return lambda: dist.all_to_all_single(torch.empty(n), torch.zeros(n), group=group)
-        return lambda: _ping(one, mine)
+        return lambda: _ping(one, mine)  # there and back: `measured` halves it
 
     return run
 
 
 def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
-    """A message from the first to the second."""
-    if dist.get_rank() == pair[0]:
-        dist.send(tensor, pair[1])
+    """A message from the first to the second and back."""
+    mine, other = (pair[0], pair[1]) if dist.get_rank() == pair[0] else (pair[1], pair[0])
+    if mine == pair[0]:
+        dist.send(tensor, other)
+        dist.recv(tensor, other)
     else:
-        dist.recv(tensor, pair[0])
+        dist.recv(tensor, other)
+        dist.send(tensor, other)
 
 
 def _shared(kind: str, group: Any, mine: tuple[int, ...]) -> Callable[[int], Callable[[], Any]]:

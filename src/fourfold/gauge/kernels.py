@@ -1,8 +1,9 @@
 """Kernels timed on this machine: each local op of a program run by itself, as the runtime would run it, forward and backward.
 
 Kernels that exchange something inside are timed on a rank that meets only itself: their communication is priced apart. A
-kernel is run on all ranks at once, then on the first alone while the others wait: the ratio is what a busy machine costs. A
-time is the median of repetitions; a lone one whose quartiles lie far apart is taken again.
+kernel is run on one rank of every host, then on as many as a host has cores: the ratio is what a busy machine costs; ranks
+that outnumber cores take turns, which the replay knows. A time is the median of repetitions; one whose quartiles lie far
+apart is taken again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.cluster.local import usable_cores
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.kernels import Kernel, kernel_of
@@ -25,6 +27,7 @@ from fourfold.oracle.stage import kinds_of_ranks
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.program import Compute, Repeat
+from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
 
@@ -32,6 +35,8 @@ REPEATS = 5
 LEAST_SECONDS = 0.01  # a kernel is repeated until it has run so long
 RESTLESS = 0.3  # quartiles further apart than this part of the median: measured again
 AGAIN = 2
+SHORT = 2e-3  # seconds: shorter kernels are chained
+CHAINED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +92,32 @@ class Alone(World):
 
 def timed(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype]) -> dict[str, KernelTime]:
     """The times of kernels on this rank's machine; all ranks of the process group must call with the same list."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    alone = [dist.new_group([r]) for r in range(count)][rank]
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    place, crowd = _place_on_host()
     out: dict[str, KernelTime] = {}
     for sample in wanted:
-        run = _Run(sample, alone, dtypes)
-        dist.barrier()
-        crowded = run.series()
-        dist.barrier()
-        single = run.calm() if rank == 0 and count > 1 else crowded
-        dist.barrier()
-        out[sample.kernel.key] = _joined(single, crowded)
+        run = _Run(sample, alone, dtypes) if place < crowd else None
+        single = _in_turn(run if place == 0 else None)
+        crowded = _in_turn(run) if crowd > 1 else single
+        if single is not None and crowded is not None:
+            out[sample.kernel.key] = _joined(single, crowded)
     return out
+
+
+def _place_on_host() -> tuple[int, int]:
+    """Which of its host's ranks this is, and how many of them have a core each."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_of_this_process())
+    mine = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
+    return mine.index(dist.get_rank()), min(len(mine), usable_cores())
+
+
+def _in_turn(run: _Run | None) -> _Times | None:
+    """A series of those ranks that have something to run; the others wait, which costs no core."""
+    dist.barrier()
+    found = run.calm() if run is not None else None
+    dist.barrier()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +138,33 @@ def _joined(single: _Times, crowded: _Times) -> KernelTime:
 
 
 class _Run:
-    """One kernel bound to made-up tensors."""
+    """One kernel bound to made-up tensors. A short one is run several times in a row before one backward goes through all:
+    in a step the engine is entered once, not for every op."""
 
     def __init__(self, sample: Sample, group: Any, dtypes: Mapping[str, torch.dtype]) -> None:
         device = torch.device("cpu")
         local = Local(Alone(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
-        self.kernel = sample.kernel
         self.run: Callable[..., Any] = build(sample.step, local)
-        self.tensors = [
-            _made(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)
-        ]
-        self.leaves = [t for t in self.tensors if t.requires_grad]
+        tensors = [_made(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)]
+        self.chain = [tensors]
+        if sum(self.once()) < SHORT:
+            self.chain = [[t.detach().requires_grad_(t.requires_grad) for t in tensors] for _ in range(CHAINED)]
 
     def once(self) -> tuple[float, float]:
+        """Seconds of one forward and one backward."""
+        count, outs = len(self.chain), []
         begun = time.perf_counter()
-        result = self.run(*self.tensors)
+        results = [self.run(*tensors) for tensors in self.chain]
         forward = time.perf_counter() - begun
-        outs = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.requires_grad]
-        if not outs or not self.leaves:
-            return forward, 0.0
+        for result in results:
+            outs += [t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.requires_grad]
+        leaves = [t for tensors in self.chain for t in tensors if t.requires_grad]
+        if not outs or not leaves:
+            return forward / count, 0.0
         grads = [torch.ones_like(t) for t in outs]
         begun = time.perf_counter()
-        torch.autograd.grad(outs, self.leaves, grads, allow_unused=True)
-        return forward, time.perf_counter() - begun
+        torch.autograd.grad(outs, leaves, grads, allow_unused=True)
+        return forward / count, (time.perf_counter() - begun) / count
 
     def calm(self) -> _Times:
         """Of several series the calmest, no more of them than it takes to find a calm one."""

@@ -1,0 +1,57 @@
+"""The command that measures this machine, or the cluster torchrun started it on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fourfold.cli.options import Batch, Json, RankCount
+from fourfold.cli.voice import Voice
+from fourfold.errors import InvalidInput
+
+KERNELS = "Time the kernels of this MODEL too, divided by data over the ranks; may be given several times."
+
+
+def calibrate(
+    ranks: RankCount = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the cluster to this TOML file.")] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help=KERNELS, show_default=False)] = None,
+    batch: Batch = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine with N ranks, or the cluster under torchrun: collectives, rates, kernels.
+
+    Without -o the result is what `local` means from then on with so many ranks. Interrupted, what was measured is kept.
+    """
+    voice = Voice(json=as_json)
+    with voice.counting("starting the ranks") as told:
+        from fourfold.cluster import save_cluster
+        from fourfold.cluster.cache import calibration_file
+        from fourfold.cluster.local import usable_cores
+        from fourfold.gauge.collectives import calibrated
+        from fourfold.gauge.measuring import here, warm
+        from fourfold.report.calibration import calibration_record, calibration_text
+        from fourfold.runtime.crew import crew, is_leader, under_torchrun
+
+        if output is None and under_torchrun():
+            raise InvalidInput("a cluster measured under torchrun needs a file; give -o FILE.toml")
+        with crew(ranks if ranks is not None or under_torchrun() else usable_cores()) as team:
+            if team.count == 1:
+                raise InvalidInput("--ranks 1 has nothing to exchange; calibrate with 2 or more")
+            path = output or calibration_file(team.count)
+            cluster = None
+            try:
+                for progress in calibrated(team, name=output.stem if output is not None else "local"):
+                    cluster = here(progress.cluster) if progress.done else None
+                    told(progress.next, progress.done, progress.of)
+            finally:  # interrupted, too
+                if is_leader() and cluster is not None:
+                    save_cluster(cluster, path)
+            assert cluster is not None
+            for text in model or ():
+                told(f"kernels of {text}", progress.done, progress.of)
+                warm(text, cluster, team, batch=batch)
+    record = calibration_record(cluster, file=str(path))
+    voice.answer(record, lambda: calibration_text(cluster, file=str(path)))

@@ -1,0 +1,62 @@
+"""Prices of a plan on the machine that will run it: a calibration, a table of kernels, and what the table lacks timed now."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fourfold.cluster import Cluster, Precision
+from fourfold.cluster.local import usable_cores
+from fourfold.gauge.kernels import samples, timed
+from fourfold.oracle.prices import Prices
+from fourfold.oracle.table import add_kernels, load_kernels
+from fourfold.plans.pipeline import Pipeline, pipeline
+from fourfold.runtime.crew import Joined, is_leader, share
+from fourfold.runtime.launch import Ranks
+from fourfold.runtime.subject import subject
+from fourfold.runtime.trial import PRECISIONS
+
+DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
+
+
+def table_name(ranks_per_host: int) -> str:
+    """The name of this machine's table of kernels: everything their times depend on."""
+    cores = usable_cores()
+    return f"{_processor()} {cores} cores {min(ranks_per_host, cores)} busy torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def here(cluster: Cluster) -> Cluster:
+    """A cluster known to be this machine: its kernels are those of this machine's table."""
+    name = table_name(len(cluster.node_ranks(0)))
+    return replace(cluster, measured=replace(cluster.measured, kernels=name))
+
+
+def warm(text: str, cluster: Cluster, ranks: Ranks | Joined, *, batch: int | None = None) -> None:
+    """Time the kernels of a MODEL, divided by data over the ranks, for the table."""
+    seen = subject(text, batch=batch, data=False)
+    measured_prices(pipeline(seen.graph, seen.plan("data", ranks=ranks.count)), cluster, ranks)
+
+
+def measured_prices(lowered: Pipeline, cluster: Cluster, ranks: Ranks | Joined, *, precision: Precision = "fp32") -> Prices:
+    """Prices on the machine the ranks run on, every kernel of the plan measured. Times are kept for other plans."""
+    cluster = here(cluster)
+    name = cluster.measured.kernels
+    known = share(ranks, lambda: load_kernels(name))
+    missing = list(samples(lowered, DTYPES[precision], known).values())
+    if missing:
+        found = ranks(timed, missing, PRECISIONS[precision])[0]
+        known = {**known, **found}
+        if is_leader():
+            add_kernels(name, found)
+    return Prices(cluster=cluster, precision=precision, kernels=known)
