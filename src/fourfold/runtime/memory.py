@@ -7,8 +7,11 @@ Blocks are followed by address: those alive before the step are named by the cal
 the block was counted. This matters, because the profiler says nothing of a free whose allocation it did not see; a step
 before the measured one, under the same profiler, makes the gradients that the measured step drops known to it.
 
-Left out: memory that is not the allocator's (gloo's own buffers, shared memory, unless `held` lists tensors in it), and
-what Python threads started by hand allocate: profiling is per thread, handed on by autograd and gloo to theirs alone.
+Profiling is per thread and handed on by autograd and gloo to theirs, but what gloo's threads free after a message is
+through goes unseen: a measured step waits for them (`patience`), and so gives the same bytes each time.
+
+Left out: memory that is not the allocator's (gloo's own buffers, shared memory, unless `held` lists tensors in it), what
+Python threads started by hand allocate, and the moment by which gloo's threads may outlast a wait in other steps.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from fourfold.runtime.patience import patience
 
 T = TypeVar("T")
 
@@ -49,7 +54,7 @@ def measured_peak(
         return _cuda_peak(run, warm_up, device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces every start and stop on stderr
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with patience(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for _ in range(warm_up):
             run()
         alive = _storages(held())
