@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from fourfold.cluster import Cluster, Device
 from fourfold.oracle.estimate import Estimate, estimate
+from fourfold.oracle.limits import Finding, findings
 from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
 from fourfold.oracle.prices import Prices
 from fourfold.plans.pipeline import Pipeline
@@ -20,6 +22,9 @@ class Prediction:
     memory: Memory
     tightest: int  # a rank
     capacity: float
+    pipeline: Pipeline = field(repr=False)
+    prices: Prices = field(repr=False)
+    optimizer: str = "sgd"
 
     @property
     def peak_bytes(self) -> int:
@@ -30,6 +35,11 @@ class Prediction:
     def feasible(self) -> bool:
         return self.memory.of(self.tightest).bytes <= self.capacity
 
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Limits and bottlenecks, worked out when first asked for."""
+        return findings(self.pipeline, self.prices, self.estimate, self.memory, optimizer=self.optimizer)
+
 
 def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Prediction:
     """The predicted step of a plan: how long, how many bytes."""
@@ -38,8 +48,9 @@ def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Pr
     sized = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0)))
     tightest = max((peak.ranks[0] for peak in sized.peaks), key=lambda rank: sized.of(rank).bytes / cluster.memory(rank))
     return Prediction(
-        cluster=cluster, estimate=timed, memory=sized, tightest=tightest, capacity=cluster.memory(tightest)
-    )
+        cluster=cluster, estimate=timed, memory=sized, tightest=tightest, capacity=cluster.memory(tightest),
+        pipeline=pipeline, prices=prices, optimizer=optimizer,
+    )  # fmt: skip
 
 
 def _machine(device: Device) -> Machine:

@@ -1,0 +1,211 @@
+"""Where a plan's step goes: exchanges, shared links, uneven stages, the update. Each is a term of the estimate or follows from
+its items; what no term tells apart (routing, other jobs, input data) is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fourfold.oracle.finding import (
+    CONGESTION_SHARE,
+    EXCHANGE_SHARE,
+    IMBALANCE,
+    UPDATE_SHARE,
+    Case,
+    Finding,
+    layer_of,
+)
+from fourfold.oracle.prices import Prices
+from fourfold.oracle.stage import Category, Item, groups_along, total
+from fourfold.plans.pipeline import Part
+from fourfold.units import bytes_text, seconds_text
+
+Layers = dict[tuple[str, int], tuple[float, float]]
+"""By layer and stage: seconds and bytes of one step."""
+STATISTICS_LABEL = " statistics"
+
+
+def bottlenecks(case: Case) -> Iterator[Finding]:
+    """Every bottleneck above its threshold, in the order of ParaDL's list."""
+    for find in (gradient_exchange, layer_exchange, halo, congestion, weight_update, imbalance, bubble):
+        yield from find(case)
+
+
+def gradient_exchange(case: Case) -> Iterator[Finding]:
+    """Sums of gradients, and weights gathered under ZeRO-3."""
+    layers = _layers(case, "gradient_exchange", "F", "B")
+    for part in case.parts:
+        _add_sums(case, part, layers)
+    yield from _exchange(
+        case, "gradient_exchange", "gradient-exchange", "gradient exchange", layers,
+        "give each rank more examples, divide the large weights (filter, splitbrain) or use fewer replicas",
+    )  # fmt: skip
+
+
+def layer_exchange(case: Case) -> Iterator[Finding]:
+    """Activations gathered and summed between layers: what filter and channel splits pay, O(B sum |y|)."""
+    layers = _layers(case, "layer_exchange", "F", "B")
+    norms = sum(seconds for (layer, _), (seconds, _) in layers.items() if layer.endswith(STATISTICS_LABEL))
+    remedy = "keep the axis within a node, make it shorter, or split these layers by batch"
+    if 2 * norms > sum(seconds for seconds, _ in layers.values()):
+        remedy = "statistics of norms over all ranks are most of it: give each rank more examples, or use norms without them"
+    yield from _exchange(case, "layer_exchange", "layer-exchange", "exchange between layers", layers, remedy)
+
+
+def halo(case: Case) -> Iterator[Finding]:
+    """Border rows sent from rank to rank."""
+    yield from _exchange(
+        case, "halo", "halo-exchange", "point-to-point exchange of halos", _layers(case, "halo", "F", "B"),
+        "use fewer ranks on the domain, keep them within a node, or split another dim",
+    )  # fmt: skip
+
+
+def _exchange(case: Case, term: Category, name: str, what: str, layers: Layers, remedy: str) -> Iterator[Finding]:
+    seconds = case.estimate.breakdown[term]
+    share = seconds / case.step if case.step else 0.0
+    if share < EXCHANGE_SHARE or not layers:
+        return
+    (layer, _), (most, size) = max(layers.items(), key=lambda item: item[1])
+    moved = sum(b for _, b in layers.values())
+    part = f"{seconds_text(seconds)} of {seconds_text(case.step)} ({share:.0%})"
+    yield Finding(
+        name=name,
+        kind="bottleneck",
+        where=layer,
+        text=f"{what} takes {part} for {bytes_text(moved)} a rank, the most at {layer} ({seconds_text(most)}, "
+        f"{bytes_text(size)}); {remedy}",
+        numbers={"seconds": seconds, "share": share, "bytes": moved, "layer_seconds": most, "layer_bytes": size},
+    )
+
+
+def _layers(case: Case, term: Category, *kinds: str) -> Layers:
+    out: Layers = {}
+    for part in case.parts:
+        for item in case.items(part, *kinds):
+            if item.category == term and item.meets:
+                key = layer_of(part, item.label), part.index
+                seconds, size = out.get(key, (0.0, 0.0))
+                out[key] = seconds + case.microbatches * item.seconds, size + case.microbatches * item.size
+    return out
+
+
+def _add_sums(case: Case, part: Part, layers: Layers) -> None:
+    """The sums after backward, told apart by parameter in proportion to bytes."""
+    program = part.program
+    coords = program.mesh.coords(0)
+    for item in case.items(part, "sums"):
+        names = [name for name, axes in program.reductions.items() if axes == item.axes]
+        numel = {name: math.prod(program.stored[name].local_shape(coords)) for name in names}
+        every = sum(numel.values()) or 1
+        for name in names:
+            share = numel[name] / every
+            layers[layer_of(part, name), part.index] = share * item.seconds, share * item.size
+
+
+def congestion(case: Case) -> Iterator[Finding]:
+    """Groups of one exchange that share links: what each would take if it were alone, and what it takes."""
+    worst: tuple[float, Part, tuple[str, ...], float, int] | None = None
+    for part in case.parts:
+        for axes, items in _by_axes(case, part).items():
+            groups = groups_along(part.stage.mesh, part.stage.ranks, axes)
+            if len(groups) > 1:
+                alone = sum(_cost(case.prices, item, groups[:1]) * times for item, times in items)
+                taken = sum(item.seconds * times for item, times in items)
+                if worst is None or taken - alone > worst[0]:
+                    worst = taken - alone, part, axes, taken / alone if alone else 1.0, len(groups)
+    if worst is None or worst[0] < CONGESTION_SHARE * case.step:
+        return
+    lost, part, axes, factor, count = worst
+    along = " and ".join(axes)
+    yield Finding(
+        name="network-congestion",
+        kind="bottleneck",
+        where=f"axis {along}" + (f" of stage {part.index}" if len(case.parts) > 1 else ""),
+        text=f"{count} groups along {along} communicate at once and share links: their exchanges take {factor:.1f} times what "
+        f"one alone would, {seconds_text(lost)} of {seconds_text(case.step)} ({lost / case.step:.0%}) more; put the axis with "
+        "most traffic within a node, or make it shorter",
+        numbers={"seconds": lost, "share": lost / case.step, "factor": factor, "groups": float(count)},
+    )
+
+
+def _by_axes(case: Case, part: Part) -> dict[tuple[str, ...], list[tuple[Item, int]]]:
+    """The exchanges of a stage by the axes of their groups, and how often a step does each."""
+    out: dict[tuple[str, ...], list[tuple[Item, int]]] = {}
+    for item in case.items(part, "F", "B"):
+        if item.meets:
+            out.setdefault(item.axes, []).append((item, case.microbatches))
+    for item in case.items(part, "sums"):
+        out.setdefault(item.axes, []).append((item, 1))
+    return out
+
+
+def _cost(prices: Prices, item: Item, groups: tuple[tuple[int, ...], ...]) -> float:
+    pattern: Any = item.pattern
+    price: Callable[..., Any] = prices.gradient_sum if pattern == "gradients" else prices.collective
+    return float((price(groups, item.size) if pattern == "gradients" else price(pattern, groups, item.size)).seconds)
+
+
+def weight_update(case: Case) -> Iterator[Finding]:
+    """ParaDL found 11 to 13 % of the compute in the update, more with Adam."""
+    update, compute = (case.estimate.breakdown[term] for term in ("update", "compute"))
+    share = update / compute if compute else 0.0
+    if share < UPDATE_SHARE:
+        return
+    yield Finding(
+        name="weight-update",
+        kind="bottleneck",
+        where="optimizer",
+        text=f"the update ({case.optimizer}) takes {seconds_text(update)}, {share:.0%} of {seconds_text(compute)} of compute; "
+        "divide the optimizer's state over replicas (zero 1), use a larger batch or an optimizer with less state",
+        numbers={"seconds": update, "share": share, "compute_seconds": compute},
+    )
+
+
+def imbalance(case: Case) -> Iterator[Finding]:
+    """The slowest set of ranks of a pipeline, whose stages the others wait for."""
+    if len(case.pipeline.places) < 2:
+        return
+    work = {ranks: 0.0 for ranks in case.pipeline.places}
+    for part, record in zip(case.parts, case.estimate.stages, strict=True):
+        work[part.stage.ranks] += record["forward"] + record["backward"]
+    slowest = max(work, key=lambda ranks: work[ranks])
+    mean = sum(work.values()) / len(work)
+    factor = work[slowest] / mean if mean else 1.0
+    if factor < IMBALANCE:
+        return
+    stages = [part for part in case.parts if part.stage.ranks == slowest]
+    names = f"stage{'s' if len(stages) > 1 else ''} {', '.join(str(part.index) for part in stages)}"
+    heavy = max(((i, p) for p in stages for i in case.items(p, "F", "B")), key=lambda pair: pair[0].seconds)
+    yield Finding(
+        name="workload-imbalance",
+        kind="bottleneck",
+        where=names,
+        text=f"{names}: {seconds_text(work[slowest])} a micro-batch, {factor:.2f} times the mean of {seconds_text(mean)}; move "
+        f"layers to other stages (the heaviest is {layer_of(heavy[1], heavy[0].label)}) or give these more ranks",
+        numbers={"seconds": work[slowest], "mean_seconds": mean, "factor": factor},
+    )
+
+
+def bubble(case: Case) -> Iterator[Finding]:
+    """Waiting for other stages: while the pipeline fills and empties, for slower stages, for transfers."""
+    places, count = len(case.pipeline.places), case.microbatches
+    waited = case.estimate.breakdown["pipeline"]
+    if places < 2 or waited < EXCHANGE_SHARE * case.step:
+        return
+    even = (places - 1) / (count + places - 1)
+    yield Finding(
+        name="pipeline-bubble",
+        kind="bottleneck",
+        where=case.pipeline.plan.schedule,
+        text=f"{seconds_text(waited)} of {seconds_text(case.step)} ({waited / case.step:.0%}) go by waiting for other stages, "
+        f"{even:.0%} would with even stages and free transfers ({places} in turn, {count} micro-batches); use more "
+        "micro-batches or fewer stages",
+        numbers={"seconds": waited, "share": waited / case.step, "even_share": even, "microbatches": float(count)},
+    )
+
+
+def compute_seconds(case: Case, part: Part) -> float:
+    """Seconds of one micro-batch's kernels on a stage, both ways."""
+    return total(item for item in case.items(part, "F", "B") if item.category == "compute")
