@@ -1,8 +1,11 @@
 """This machine, or the cluster torchrun started us on, measured: a `Cluster` with curves of every collective.
 
 Ranks are told apart by host; those of one host are a node. Each collective is timed in groups that lie within a node and in
-groups that reach across, for every group size that divides the ranks, one group alone and all such groups at once. The
-time of one repetition is the slowest rank's. A median whose quartiles lie far apart is measured again, a few times.
+groups that reach across, for every group size that divides the ranks, one group alone and all such groups at once.
+
+Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
+woken. So each repetition computes for a moment first, and what counts is by how much it takes longer, on the slowest rank,
+than the computing alone. A median whose quartiles lie far apart is measured again, a few times.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
 SIZES = tuple(4.0**k for k in range(4, 14))  # bytes: 256 B to 64 MiB
-REPEATS = 7
-LEAST_SECONDS = 0.02
+REPEATS = 15
+LEAST_SECONDS = 0.1
+LEAST = 1e-6  # seconds: what a collective costs at least
+STRETCH = 2e-3  # seconds of computing before each repetition
 RESTLESS = 0.25
 AGAIN = 3
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
@@ -144,29 +149,29 @@ def measured(request: Request) -> list[tuple[float, float, float]]:
     """Size, median seconds and spread of a collective at every size; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
+    stretch = _Stretch(mine is not None)
     out = []
     run = _collectives(request, mine, made.get(mine) if mine is not None else None)
     for size in request.sizes:
         if request.collective == "shared_gather" and size > CAPACITY:
             continue
-        seconds, spread = _calm(run, int(size))
+        seconds, spread = _calm(run, int(size), stretch)
         there = 0.5 if request.collective == "send" else 1.0
         out.append((size, there * seconds, there * spread))
     return out
 
 
-def _calm(run: Callable[[int], Callable[[], Any]], size: int) -> tuple[float, float]:
+def _calm(run: Callable[[int], Callable[[], Any]], size: int, stretch: _Stretch) -> tuple[float, float]:
     """Median and quartile distance of the slowest rank; the calmest of a few series."""
     once, best = run(size), (math.inf, math.inf)
     for _ in range(1 + AGAIN):
-        found = _series(once)
-        best = min(best, found, key=lambda pair: pair[1] / pair[0] if math.isfinite(pair[0]) else math.inf)
-        if best[1] < RESTLESS * best[0]:
+        best = min(best, _series(once, stretch), key=lambda pair: pair[1])
+        if best[1] < RESTLESS * (best[0] + stretch.seconds):
             break
     return best
 
 
-def _series(once: Callable[[], Any]) -> tuple[float, float]:
+def _series(once: Callable[[], Any], stretch: _Stretch) -> tuple[float, float]:
     once()
     dist.barrier()
     begun, times = time.perf_counter(), []
@@ -174,16 +179,34 @@ def _series(once: Callable[[], Any]) -> tuple[float, float]:
     while more:
         for _ in range(REPEATS):
             start = time.perf_counter()
+            stretch()
             once()
             times.append(time.perf_counter() - start)
-        flag = torch.tensor([float(time.perf_counter() - begun < LEAST_SECONDS and len(times) < 20 * REPEATS)])
+        flag = torch.tensor([float(time.perf_counter() - begun < LEAST_SECONDS)])
         dist.broadcast(flag, 0)
         more = bool(flag.item())
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     ordered = sorted(slowest.tolist())
     quarter = len(ordered) // 4
-    return statistics.median(ordered), ordered[-1 - quarter] - ordered[quarter]
+    return max(statistics.median(ordered) - stretch.seconds, LEAST), ordered[-1 - quarter] - ordered[quarter]
+
+
+class _Stretch:
+    """A moment of computing on those ranks that communicate, and how long it takes while they all compute; all ranks must
+    make one."""
+
+    def __init__(self, busy: bool) -> None:
+        self.matrix = torch.rand(MATRIX // 2, MATRIX // 2)
+        self.times = max(1, round(STRETCH / _seconds(lambda: torch.mm(self.matrix, self.matrix), least=0.01))) if busy else 0
+        self.seconds = _seconds(self)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.seconds)
+        self.seconds = statistics.median(seconds for seconds in everyone if seconds > STRETCH / 4)
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            torch.mm(self.matrix, self.matrix)
 
 
 def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any]]:
@@ -259,12 +282,13 @@ def rates() -> dict[str, float]:
     return out
 
 
-def _seconds(once: Callable[[], Any]) -> float:
+def _seconds(once: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
+    """The median on this rank while all do the same; all must call."""
     once()
     dist.barrier()
     times: list[float] = []
     begun = time.perf_counter()
-    while len(times) < REPEATS or time.perf_counter() - begun < LEAST_SECONDS:
+    while len(times) < REPEATS or time.perf_counter() - begun < least:
         start = time.perf_counter()
         once()
         times.append(time.perf_counter() - start)

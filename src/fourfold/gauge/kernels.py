@@ -2,8 +2,10 @@
 
 Kernels that exchange something inside are timed on a rank that meets only itself: their communication is priced apart. A
 kernel is run on one rank of every host, then on as many as a host has cores: the ratio is what a busy machine costs; ranks
-that outnumber cores take turns, which the replay knows. A time is the median of repetitions; one whose quartiles lie far
-apart is taken again.
+that outnumber cores take turns, which the replay knows. Caches are as in a step: weights and what was saved are not in them,
+what the op before has made is. A time is the mean of repetitions without the longest (a step is a sum: medians would leave
+out what is rare for one kernel and common for hundreds). Machines have bad moments of seconds: all kernels are gone through
+several times, and the middle one of a kernel's times counts.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
 
+ROUNDS = 3
 REPEATS = 5
-LEAST_SECONDS = 0.01  # a kernel is repeated until it has run so long
-RESTLESS = 0.3  # quartiles further apart than this part of the median: measured again
-AGAIN = 2
-SHORT = 2e-3  # seconds: shorter kernels are chained
-CHAINED = 8
+DROPPED = 1  # of them, the longest
+FLUSHED = 32 * 2**20  # bytes written before each run, more than what a core has of a cache
+CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
+LONGEST_CHAIN = 16
+DRAWN = 2**16  # numbers drawn at random, then repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,47 +96,48 @@ class Alone(World):
 def timed(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype]) -> dict[str, KernelTime]:
     """The times of kernels on this rank's machine; all ranks of the process group must call with the same list."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    place, crowd = _place_on_host()
-    out: dict[str, KernelTime] = {}
-    for sample in wanted:
-        run = _Run(sample, alone, dtypes) if place < crowd else None
-        single = _in_turn(run if place == 0 else None)
-        crowded = _in_turn(run) if crowd > 1 else single
+    crowd, group = _with_a_core_each()
+    me, first = dist.get_rank(), [ranks[0] for ranks in crowd]
+    found: dict[str, list[tuple[_Times, _Times]]] = {}
+    for sample in list(wanted) * ROUNDS:
+        run = _Run(sample, alone, dtypes) if any(me in ranks for ranks in crowd) else None
+        single = run.series() if run is not None and me in first else None
+        dist.barrier()
+        crowded = run.series(lambda: dist.barrier(group)) if run is not None and len(crowd[0]) > 1 else single
+        dist.barrier()
         if single is not None and crowded is not None:
-            out[sample.kernel.key] = _joined(single, crowded)
-    return out
+            found.setdefault(sample.kernel.key, []).append((single, crowded))
+    return {key: _joined(pairs) for key, pairs in found.items()}
 
 
-def _place_on_host() -> tuple[int, int]:
-    """Which of its host's ranks this is, and how many of them have a core each."""
+def _with_a_core_each() -> tuple[list[list[int]], Any]:
+    """By host, as many of its ranks as it has cores; and the group of all of them."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, host_of_this_process())
-    mine = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
-    return mine.index(dist.get_rank()), min(len(mine), usable_cores())
-
-
-def _in_turn(run: _Run | None) -> _Times | None:
-    """A series of those ranks that have something to run; the others wait, which costs no core."""
-    dist.barrier()
-    found = run.calm() if run is not None else None
-    dist.barrier()
-    return found
+    found = [[rank for rank, host in enumerate(hosts) if host == name][: usable_cores()] for name in dict.fromkeys(hosts)]
+    return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
     forward: float
     backward: float
-    spread: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
 
 
-def _joined(single: _Times, crowded: _Times) -> KernelTime:
-    one, many = single.forward + single.backward, crowded.forward + crowded.backward
+def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
+    """From the times alone and in a crowd, one pair for each round."""
+    alone, crowded = ([pair[k] for pair in pairs] for k in (0, 1))
+    one, many = (statistics.median(times.both for times in some) for some in (alone, crowded))
+    every = sorted(times.both for times in crowded)
     return KernelTime(
-        forward=single.forward,
-        backward=single.backward,
+        forward=statistics.median(times.forward for times in alone),
+        backward=statistics.median(times.backward for times in alone),
         busy=max(many / one, 1.0) if one else 1.0,
-        spread=max(single.spread, crowded.spread),
+        spread=(every[-1] - every[0]) / many / 2 if many else 0.0,
     )
 
 
@@ -146,13 +150,20 @@ class _Run:
         local = Local(Alone(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
         self.run: Callable[..., Any] = build(sample.step, local)
         tensors = [_made(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)]
-        self.chain = [tensors]
-        if sum(self.once()) < SHORT:
-            self.chain = [[t.detach().requires_grad_(t.requires_grad) for t in tensors] for _ in range(CHAINED)]
+        stored = {p.name for p in sample.graph.parameters}
+        self.fresh = next((k for k, name in enumerate(sample.step.op.operands) if name not in stored), None)
+        self.chain, self.flushed = [tensors], torch.empty(FLUSHED // 4)
+        links = min(round(CHAIN_SECONDS / sum(self.once())), LONGEST_CHAIN)
+        self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(1, links)]
 
-    def once(self) -> tuple[float, float]:
-        """Seconds of one forward and one backward."""
+    def once(self, together: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+        """Seconds of one forward and one backward; `together` waits for the others that run it."""
         count, outs = len(self.chain), []
+        self.flushed.fill_(1.0)
+        if self.fresh is not None:
+            for tensors in self.chain:
+                tensors[self.fresh].detach().sum()
+        together()
         begun = time.perf_counter()
         results = [self.run(*tensors) for tensors in self.chain]
         forward = time.perf_counter() - begun
@@ -161,37 +172,24 @@ class _Run:
         leaves = [t for tensors in self.chain for t in tensors if t.requires_grad]
         if not outs or not leaves:
             return forward / count, 0.0
+        self.flushed.fill_(2.0)
         grads = [torch.ones_like(t) for t in outs]
+        together()
         begun = time.perf_counter()
         torch.autograd.grad(outs, leaves, grads, allow_unused=True)
         return forward / count, (time.perf_counter() - begun) / count
 
-    def calm(self) -> _Times:
-        """Of several series the calmest, no more of them than it takes to find a calm one."""
-        best = self.series()
-        for _ in range(AGAIN):
-            if best.spread < RESTLESS:
-                break
-            best = min(best, self.series(), key=lambda times: times.spread)
-        return best
-
-    def series(self) -> _Times:
-        """Medians of many runs."""
-        self.once()
-        pairs: list[tuple[float, float]] = []
-        begun = time.perf_counter()
-        while len(pairs) < REPEATS or (time.perf_counter() - begun < LEAST_SECONDS and len(pairs) < 50 * REPEATS):
-            pairs.append(self.once())
-        totals = sorted(f + b for f, b in pairs)
-        middle = statistics.median(totals)
-        quarter = len(totals) // 4
-        spread = (totals[-1 - quarter] - totals[quarter]) / middle if middle else 0.0
-        return _Times(statistics.median(f for f, _ in pairs), statistics.median(b for _, b in pairs), spread)
+    def series(self, together: Callable[[], Any] = lambda: None) -> _Times:
+        """Means of several runs."""
+        kept = sorted((self.once(together) for _ in range(REPEATS)), key=sum)[: REPEATS - DROPPED]
+        return _Times(statistics.mean(f for f, _ in kept), statistics.mean(b for _, b in kept))
 
 
 def _made(spec: TensorSpec, gradient: bool) -> Tensor:
-    """Numbers of a shape: small positive ones for floats, zeros for indices."""
+    """Numbers of a shape: for floats positive ones of which many are equal, as behind a rectifier (it matters to maxima); zeros
+    for indices."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
-        return torch.rand(spec.shape, dtype=dtype).add_(0.1).requires_grad_(gradient)
+        some = torch.randn(min(spec.numel, DRAWN), dtype=dtype).clamp_(min=0).add_(0.1)
+        return some.repeat(-(-spec.numel // DRAWN) or 1)[: spec.numel].view(spec.shape).requires_grad_(gradient)
     return torch.zeros(spec.shape, dtype=dtype)
