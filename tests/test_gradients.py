@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, Program, lower, named
+from fourfold.plans import buckets as plans
+from fourfold.plans.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Gradient
 from fourfold.plans.program import Move, Repeat
-from fourfold.runtime import gradients
 from fourfold.runtime.execute import Executor
-from fourfold.runtime.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, Gradients
+from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.materialise import cut
 from ranks import pool, stepped, world_of
 from small import Subject, assert_equal, subject
@@ -32,7 +33,9 @@ def sizes(**kilobytes: int) -> dict[str, Tensor]:
 
 
 def filled(parameters: dict[str, Tensor], reductions: dict[str, tuple[str, ...]] | None = None) -> list[list[str]]:
-    return [b.names for b in gradients._filled(parameters, reductions or dict.fromkeys(parameters, ("data",)))]
+    over = reductions or dict.fromkeys(parameters, ("data",))
+    found = [Gradient(n, t.numel() * t.element_size(), over[n], str(t.dtype)) for n, t in parameters.items() if n in over]
+    return [list(b.names) for b in plans.buckets(found)]
 
 
 def test_buckets_are_filled_from_the_last_layer_to_the_first() -> None:
@@ -78,12 +81,12 @@ def summed(bucket_bytes: int) -> dict[str, Any]:
     torch.manual_seed(0)
     parameters = {name: torch.randn(6, 6, dtype=torch.float64).requires_grad_() for name in ("first", "middle", "last")}
     parameters |= {name: torch.randn(6, 6, dtype=torch.float64).requires_grad_() for name in ("skipped", "unused")}
-    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, bucket_bytes
-    small, gradients.FIRST_BUCKET_BYTES = gradients.FIRST_BUCKET_BYTES, 0
+    before, plans.BUCKET_BYTES = plans.BUCKET_BYTES, bucket_bytes
+    small, plans.FIRST_BUCKET_BYTES = plans.FIRST_BUCKET_BYTES, 0
     try:
         ready = Gradients(parameters, dict.fromkeys(parameters, ("data",)), world)
     finally:
-        gradients.BUCKET_BYTES, gradients.FIRST_BUCKET_BYTES = before, small
+        plans.BUCKET_BYTES, plans.FIRST_BUCKET_BYTES = before, small
     out = []
     for step in range(2):
         x = torch.full((3, 6), 1.0 + world.rank + step, dtype=torch.float64)
@@ -123,11 +126,11 @@ def chained(count: int) -> dict[str, list[int]]:
     """How many buckets were under way when each layer's gradient came."""
     world = world_of(Mesh.of(data=2))
     parameters = {f"p{i}": torch.eye(4, dtype=torch.float64).requires_grad_() for i in range(count)}
-    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, 1
+    before, plans.BUCKET_BYTES = plans.BUCKET_BYTES, 1
     try:
         ready = Gradients(parameters, dict.fromkeys(parameters, ("data",)), world)
     finally:
-        gradients.BUCKET_BYTES = before
+        plans.BUCKET_BYTES = before
     launched: list[int] = []
     for tensor in parameters.values():
         tensor.register_post_accumulate_grad_hook(lambda _: launched.append(ready.launched))

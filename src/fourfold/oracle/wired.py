@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fourfold.oracle.heap import Block, Heap
+from fourfold.plans import buckets
+from fourfold.plans.buckets import SUMS_AHEAD
 from fourfold.plans.exchange import Step, transfers
 from fourfold.plans.program import Move
-
-BUNCH_BYTES = 4 * 2**20
-AHEAD = 2  # sums of gradients under way at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,7 @@ class Member:
     shard: int
     message: int
     back: int
+    item: int
 
 
 def member(move: Move, rank: int, item: int) -> Member:
@@ -33,7 +33,7 @@ def member(move: Move, rank: int, item: int) -> Member:
     (there,), (back,) = move.exchange.steps, move.exchange.adjoint.steps
     coords = there.mesh.coords(rank)
     sizes = [math.prod(layout.local_shape(coords)) * item for layout in (there.target, there.source)]
-    return Member(move, sizes[0], sizes[1], _message(there, rank, item), _message(back, rank, item))
+    return Member(move, sizes[0], sizes[1], _message(there, rank, item), _message(back, rank, item), item)
 
 
 def _message(step: Step, rank: int, item: int) -> int:
@@ -42,19 +42,10 @@ def _message(step: Step, rank: int, item: int) -> int:
 
 
 def bunched(members: list[Member]) -> list[list[Member]]:
-    """Neighbours along the same axes, up to a few megabytes."""
-    out: list[list[Member]] = []
-    size = 0
-    for each in members:
-        (step,) = each.move.exchange.steps
-        alike = bool(out) and out[-1][0].move.exchange.steps[0].axes == step.axes
-        more = math.prod(step.target.shape) * (each.size // max(math.prod(step.target.local_shape(step.mesh.coords(0))), 1))
-        if not alike or size + more > BUNCH_BYTES:
-            out.append([])
-            size = 0
-        out[-1].append(each)
-        size += more
-    return out
+    """Those that travel together."""
+    items = [each.item for each in members]
+    groups = buckets.bunched([each.move.exchange.steps[0] for each in members], items, items)
+    return [[members[k] for k in group] for group in groups]
 
 
 @dataclass
@@ -115,7 +106,7 @@ class Sums:
             if m.move in self.came:
                 self.heap.drop(self.came.pop(m.move))
         self.flights.append((some, shards, message))
-        while len(self.flights) > AHEAD:
+        while len(self.flights) > SUMS_AHEAD:
             self._arrive()
 
     def _arrive(self) -> None:

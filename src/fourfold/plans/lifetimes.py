@@ -93,3 +93,12 @@ def segments(wanted: tuple[Segment, ...], graph: Graph, steps: tuple[Step, ...])
 
 def _gathers(step: Step) -> bool:
     return isinstance(step, Move) and step.kind == "parameter"
+
+
+def order_of_use(program: Program) -> dict[str, int]:
+    """By stored tensor, the first step that reads it."""
+    out: dict[str, int] = {}
+    for k, step in enumerate(program.steps):
+        for slot in reads(step):
+            out.setdefault(slot.split("@")[0], k)
+    return out

@@ -18,7 +18,7 @@ from fourfold.errors import InvalidInput
 from fourfold.graph.spec import Constant
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
-from fourfold.plans.lifetimes import frees, overwriting, reads, writes
+from fourfold.plans.lifetimes import frees, order_of_use, overwriting, reads, writes
 from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 from fourfold.runtime.exchange import moved, mover, started
 from fourfold.runtime.gradients import Gradients
@@ -56,7 +56,7 @@ class Executor:
         self.local = Local(world, randomness or Randomness(), dict(dtypes or {}))
         graph = program.graph
         self.state: dict[str, Tensor] = {}
-        used = _order_of_use(program)
+        used = order_of_use(program)
         for parameter in sorted(graph.parameters, key=lambda p: used.get(p.name, -1)):
             layout = program.stored.get(parameter.name)
             if layout is None:
@@ -261,11 +261,3 @@ def _reusing(program: Program) -> list[Step]:
         replace(step, op=replace(step.op, target=step.op.inplace)) if k in again and isinstance(step, Compute) else step
         for k, step in enumerate(program.steps)
     ]
-
-
-def _order_of_use(program: Program) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for k, step in enumerate(program.steps):
-        for slot in reads(step):
-            out.setdefault(slot.split("@")[0], k)
-    return out

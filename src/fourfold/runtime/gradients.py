@@ -13,16 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.plans.buckets import Bucket, Gradient, buckets
 from fourfold.runtime.world import World
-
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20  # the last gradients to come are the first layers': a small bucket ends the step sooner
 
 
 class _Bucket:
-    def __init__(self, names: list[str], axes: tuple[str, ...]) -> None:
-        self.names, self.axes = names, axes
-        self.waiting = len(names)
+    def __init__(self, bucket: Bucket) -> None:
+        self.names, self.axes = bucket.names, bucket.axes
+        self.waiting = len(self.names)
         self.flat: Tensor | None = None
 
 
@@ -31,7 +29,9 @@ class Gradients:
 
     def __init__(self, parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]], world: World) -> None:
         self.parameters, self.world = parameters, world
-        self.buckets = _filled(parameters, reductions)
+        order = {name: parameters[name] for name in parameters if name in reductions}
+        gradients = [Gradient(n, t.numel() * t.element_size(), reductions[n], str(t.dtype)) for n, t in order.items()]
+        self.buckets = [_Bucket(bucket) for bucket in buckets(gradients)]
         self.home = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
         self.works: list[Any] = []
@@ -92,38 +92,3 @@ class Gradients:
         self.launched = 0
         for bucket in self.buckets:
             bucket.waiting = len(bucket.names)
-
-
-def _filled(parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]]) -> list[_Bucket]:
-    """Buckets in the order gradients come: last used first; groups and dtypes apart."""
-    order = [name for name in parameters if name in reductions]
-    filling: dict[tuple[Any, ...], list[str]] = {}
-    sizes: dict[tuple[Any, ...], int] = {}
-    out: list[_Bucket] = []
-    for name in reversed(order):
-        tensor = parameters[name]
-        key = (reductions[name], tensor.dtype)
-        size = tensor.numel() * tensor.element_size()
-        if size >= BUCKET_BYTES:
-            out.append(_Bucket([name], reductions[name]))
-            continue
-        if sizes.get(key, 0) + size > BUCKET_BYTES:
-            out.append(_Bucket(filling.pop(key), reductions[name]))
-            sizes[key] = 0
-        filling.setdefault(key, []).append(name)
-        sizes[key] = sizes.get(key, 0) + size
-    for (axes, _), names in filling.items():
-        cut = _tail(parameters, names)
-        out += [_Bucket(part, axes) for part in (names[:cut], names[cut:]) if part]
-    return out
-
-
-def _tail(parameters: Mapping[str, Tensor], names: list[str]) -> int:
-    """Where the last, small bucket begins."""
-    total = 0
-    for k in reversed(range(len(names))):
-        tensor = parameters[names[k]]
-        total += tensor.numel() * tensor.element_size()
-        if total > FIRST_BUCKET_BYTES:
-            return k + 1
-    return 0

@@ -6,7 +6,6 @@ small one is latency. A parcel packs them into one message per peer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,18 +72,3 @@ class Parcel:
                 if taken is not None and k != self.me:
                     put(out, taken.spans, received[offset : offset + taken.numel].view(taken.shape), add=not tiled)
                     offset += taken.numel
-
-
-def grouped(steps: Sequence[Step], dtypes: Sequence[torch.dtype], limit: int) -> list[list[int]]:
-    """Numbers of steps that may travel together: neighbours of the same axes and dtype, up to `limit` bytes of result."""
-    out: list[list[int]] = []
-    size = 0
-    for k, step in enumerate(steps):
-        more = math.prod(step.target.shape) * dtypes[k].itemsize
-        alike = bool(out) and (steps[out[-1][0]].axes, dtypes[out[-1][0]]) == (step.axes, dtypes[k])
-        if not alike or size + more > limit:
-            out.append([])
-            size = 0
-        out[-1].append(k)
-        size += more
-    return out

@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.plans import buckets
 from fourfold.runtime.carrier import Gathered, add_gradient
-from fourfold.runtime.parcel import Arrived, Parcel, grouped
+from fourfold.runtime.parcel import Arrived, Parcel
 from fourfold.runtime.shelf import wide
 from fourfold.runtime.world import World
-
-BUNCH_BYTES = 4 * 2**20
-AHEAD = 2  # sums of gradients under way at once
 
 
 class Bunch:
@@ -58,7 +56,8 @@ class Bunch:
 
 def bunched(members: Sequence[Gathered], world: World, *, back: bool = False) -> list[Bunch]:
     steps = [g.back if back else g.there for g in members]
-    groups = grouped(steps, [g.shard.dtype for g in members], BUNCH_BYTES)
+    dtypes = [g.shard.dtype for g in members]
+    groups = buckets.bunched(steps, [dtype.itemsize for dtype in dtypes], dtypes)
     return [Bunch([members[k] for k in group], world, back=back) for group in groups]
 
 
@@ -102,7 +101,7 @@ class Sums:
         came = self.came.pop(bunch)
         grads = [came[g] if g in came else g.shard.new_zeros(g.shape) for g in bunch.members]
         self.flights.append((bunch, bunch.parcel.launch(grads)))
-        while len(self.flights) > AHEAD:
+        while len(self.flights) > buckets.SUMS_AHEAD:
             self._land()
 
     def _land(self) -> None:

@@ -1,0 +1,86 @@
+"""What travels together: gradients summed in buckets, weights gathered in bunches. Facts of names and sizes alone, for the
+runtime that sends them and for whoever counts their time and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fourfold.plans.exchange import Step
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""The last gradients to come are the first layers': a small bucket ends the step sooner."""
+BUNCH_BYTES = 4 * 2**20
+SUMS_AHEAD = 2
+"""Sums of bunches of gradients under way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient to be summed over axes."""
+
+    name: str
+    bytes: int
+    axes: tuple[str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients of one dtype that are summed at once over the same axes."""
+
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    bytes: int
+
+
+def buckets(gradients: Sequence[Gradient]) -> list[Bucket]:
+    """Gradients of parameters in the order of their first use, in buckets in the order they come: last used first. One larger
+    than a bucket has its own."""
+    filling: dict[tuple[tuple[str, ...], str], list[Gradient]] = {}
+    out: list[Bucket] = []
+    for gradient in reversed(gradients):
+        if gradient.bytes >= BUCKET_BYTES:
+            out.append(_bucket([gradient]))
+            continue
+        key = (gradient.axes, gradient.dtype)
+        if sum(g.bytes for g in filling.get(key, [])) + gradient.bytes > BUCKET_BYTES:
+            out.append(_bucket(filling.pop(key)))
+        filling.setdefault(key, []).append(gradient)
+    for found in filling.values():
+        cut = _tail(found)
+        out += [_bucket(part) for part in (found[:cut], found[cut:]) if part]
+    return out
+
+
+def _bucket(gradients: Sequence[Gradient]) -> Bucket:
+    return Bucket(tuple(g.name for g in gradients), gradients[0].axes, sum(g.bytes for g in gradients))
+
+
+def _tail(gradients: Sequence[Gradient]) -> int:
+    """Where the last, small bucket begins."""
+    total = 0
+    for k in reversed(range(len(gradients))):
+        total += gradients[k].bytes
+        if total > FIRST_BUCKET_BYTES:
+            return k + 1
+    return 0
+
+
+def bunched(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object]) -> list[list[int]]:
+    """Numbers of exchanges that travel together: neighbours of the same axes and dtype, up to a few megabytes of results.
+    `items`: bytes of an element."""
+    out: list[list[int]] = []
+    size = 0
+    for k, step in enumerate(steps):
+        more = math.prod(step.target.shape) * items[k]
+        alike = bool(out) and (steps[out[-1][0]].axes, dtypes[out[-1][0]]) == (step.axes, dtypes[k])
+        if not alike or size + more > BUNCH_BYTES:
+            out.append([])
+            size = 0
+        out[-1].append(k)
+        size += more
+    return out
