@@ -17,8 +17,9 @@ from fourfold.oracle.finding import (
     Finding,
     layer_of,
 )
+from fourfold.oracle.items import Category, Item, total
+from fourfold.oracle.meeting import groups_along
 from fourfold.oracle.prices import Prices
-from fourfold.oracle.stage import Category, Item, groups_along, total
 from fourfold.plans.pipeline import Part
 from fourfold.units import bytes_text, seconds_text
 

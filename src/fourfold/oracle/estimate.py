@@ -7,21 +7,27 @@ slow together, so their spreads are added, not averaged away.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.errors import Infeasible
 from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle.items import CATEGORIES, Category, Item, total
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
-from fourfold.oracle.stage import CATEGORIES, Category, Item, StagePrices, total
+from fourfold.oracle.stage import StagePrices
+from fourfold.oracle.stream import Streamed, streamed
 from fourfold.plans.boundary import Side, incoming
 from fourfold.plans.pipeline import Pipeline
 from fourfold.timeline import Timeline
 
 DRIFT = 0.05
-"""How far the median step of one run lies from another's on an idle machine, relative: repeated runs of the same program on
-two cores gave 3 to 7 %."""
+"""How far the median step of one run may lie from another's, relative: assumed."""
+CHUNK_BYTES = 4 * 2**20
+"""What a rank gives at a time when slices are gathered under ZeRO-1."""
+LAST = "L"
+"""The kind under which the items of a stage's last backward are kept: the one that completes gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +66,16 @@ class _Estimating:
         }
         self.items: dict[tuple[int, str, int], list[Item]] = {}
         for (index, size), stage in self.stages.items():
-            self.items[index, "F", size], self.items[index, "B", size] = stage.forward(), stage.backward()
+            self.items[index, "F", size], self.items[index, "B", size] = stage.forward(), stage.backward(last=False)
+        last = self.plan.sizes[-1]
+        self.items.update({(p.index, LAST, last): self.stages[p.index, last].backward() for p in pipeline.parts})
+        self.streams = {key: streamed(items) for key, items in self.items.items()}
         self.sums = {part.index: self._stage(part.index).reductions() for part in pipeline.parts}
+
+    def _key(self, stage: int, kind: str, microbatch: int) -> tuple[int, str, int]:
+        """Under what an action's items are kept."""
+        ends = kind == "B" and microbatch == self.plan.microbatches - 1
+        return stage, LAST if ends else kind, self.plan.sizes[microbatch]
 
     def _stage(self, index: int) -> StagePrices:
         return self.stages[index, self.plan.sizes[0]]
@@ -71,10 +85,10 @@ class _Estimating:
         machine = Machine(cores={self.cluster.node(r): self.cluster.device(r).cores for r in range(self.plan.size)})
         timeline = Replay(lanes, machine, self._work(), self._messages()).run()
         ends = {lane.first: max((e.end for e in timeline.events if e.rank == lane.first), default=0.0) for lane in lanes}
-        updates = {lane.first: self._update(lane.first) for lane in lanes}
-        critical = max(ends, key=lambda first: ends[first] + updates[first])
-        terms = self._terms(timeline, critical, updates[critical])
-        step = ends[critical] + updates[critical]
+        after = {lane.first: self._update(lane.first) for lane in lanes}
+        critical = max(ends, key=lambda first: ends[first] + sum(after[first]))
+        terms = self._terms(timeline, critical, *after[critical])
+        step = ends[critical] + sum(after[critical])
         half = 0.5 * self._spread(critical) + DRIFT * step
         every = [item for items in self.items.values() for item in items if item.category == "compute"]
         known = total(i for i in every if i.source == "measured") / (total(every) or 1.0)
@@ -90,7 +104,9 @@ class _Estimating:
 
     def _first_items(self) -> dict[tuple[int, str], tuple[Item, ...]]:
         first = self.plan.sizes[0]
-        out = {(stage, kind): tuple(items) for (stage, kind, size), items in self.items.items() if size == first}
+        kinds = {"F": "F", LAST if self.plan.microbatches == 1 else "B": "B"}
+        out = {(stage, kinds[kind]): tuple(items) for (stage, kind, size), items in self.items.items()
+               if size == first and kind in kinds}  # fmt: skip
         return {**out, **{(stage, "sums"): tuple(items) for stage, items in self.sums.items()}}
 
     def _stage_record(self, index: int) -> dict[str, float]:
@@ -112,19 +128,13 @@ class _Estimating:
     def _work(self) -> dict[tuple[int, str, int], Work]:
         out: dict[tuple[int, str, int], Work] = {}
         for part in self.pipeline.parts:
-            out[part.index, "reduce", 0] = self._priced(self.sums[part.index])
-            for m, size in enumerate(self.plan.sizes):
+            for m in range(self.plan.microbatches):
                 for kind in ("F", "B"):
-                    out[part.index, kind, m] = self._priced(self.items[part.index, kind, size])
+                    out[part.index, kind, m] = _priced(self.streams[self._key(part.index, kind, m)])
+            left = self.streams[self._key(part.index, "B", self.plan.microbatches - 1)].left
+            sums = _priced(streamed(self.sums[part.index]))
+            out[part.index, "reduce", 0] = replace(sums, still=sums.still + left)
         return {**out, (0, "tie", 0): Work(seconds=0.0, still=self._ties())}
-
-    def _priced(self, items: list[Item]) -> Work:
-        """Messages between nodes of processors take no core of theirs to speak of; within one they are copies."""
-        alone = len({self.cluster.node(r) for r in range(self.plan.size)}) > 1
-        still = total(i for i in items if i.meets) if alone else 0.0
-        seconds = total(items) - still
-        busy = sum(i.seconds * i.busy for i in items if not (alone and i.meets)) / seconds if seconds else 1.0
-        return Work(seconds=seconds, busy=max(busy, 1.0), still=still)
 
     def _messages(self) -> dict[tuple[int, int, str], float]:
         """Seconds of what one stage sends another for one micro-batch, the ranks of both in parallel."""
@@ -168,29 +178,40 @@ class _Estimating:
                     seconds += 2 * self.prices.collective("send", ((home[0], away[0]),), part).seconds
         return seconds
 
-    def _update(self, first: int) -> float:
-        parts = [part for part in self.pipeline.parts if first in part.stage.ranks]
+    def _update(self, first: int) -> tuple[float, float]:
+        """Seconds of a rank's update, and of getting what others have updated (ZeRO-1)."""
+        stages = [self._stage(part.index) for part in self.pipeline.parts if first in part.stage.ranks]
         cores = self.cluster.device(first).cores
         crowd = max(1.0, self.cluster.sharers(first) / cores) if cores else 1.0
-        return crowd * sum(self.prices.update(self.optimizer, self._stage(p.index).updated_bytes(), first) for p in parts)
+        update = crowd * sum(self.prices.update(self.optimizer, stage.updated_bytes(), first) for stage in stages)
+        return update, crowd * sum(self._shared(stage, first) for stage in stages)
 
-    def _terms(self, timeline: Timeline, lane: int, update: float) -> dict[Category, float]:
+    def _shared(self, stage: StagePrices, first: int) -> float:
+        """Slices of parameters gathered, a few megabytes at a time."""
+        seconds = 0.0
+        for axes, size in stage.shared_bytes().items():
+            groups = stage.meeting.groups(axes)
+            rounds = math.ceil(size / len(groups[0]) / CHUNK_BYTES)
+            if self.prices.together(groups):
+                each = self.prices.collective("shared_gather", groups, 8.0).seconds
+            else:
+                each = self.prices.collective("all_gather", groups, min(CHUNK_BYTES, size / len(groups[0]))).seconds
+            seconds += self.prices.copying(2 * size, first) + rounds * each
+        return seconds
+
+    def _terms(self, timeline: Timeline, lane: int, update: float, shared: float) -> dict[Category, float]:
         out: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
-        sizes = self.plan.sizes
         for event in (e for e in timeline.events if e.rank == lane):
             if event.kind in ("F", "B"):
-                stage, m = _numbers(event.action, event.kind)
-                items = self.items[stage, event.kind, sizes[m]]
-                whole = total(items) or 1.0
-                for item in items:
-                    out[item.category] += event.seconds * item.seconds / whole
-                if not total(items):
-                    out["other"] += event.seconds
+                stream = self.streams[self._key(*_numbers(event.action, event.kind))]
+                for category, seconds in stream.terms.items():
+                    out[category] += event.seconds * seconds / (stream.now or 1.0)
             else:
                 out["pipeline" if event.kind in ("wait", "send", "receive") else "gradient_exchange"] += event.seconds
         out["update"] += update
-        idle = max((e.end for e in timeline.events if e.rank == lane), default=0.0) + update - sum(out.values())
-        out["other"] += idle
+        out["gradient_exchange"] += shared
+        end = max((e.end for e in timeline.events if e.rank == lane), default=0.0)
+        out["other"] += end + update + shared - sum(out.values())
         return out
 
     def _spread(self, lane: int) -> float:
@@ -198,12 +219,17 @@ class _Estimating:
         return sum(
             item.spread
             for part in parts
-            for size in self.plan.sizes
+            for m in range(self.plan.microbatches)
             for kind in ("F", "B")
-            for item in self.items[part.index, kind, size]
+            for item in self.items[self._key(part.index, kind, m)]
         ) + sum(item.spread for part in parts for item in self.sums[part.index])
 
 
-def _numbers(action: str, kind: str) -> tuple[int, int]:
+def _priced(stream: Streamed) -> Work:
+    busy = stream.crowded / stream.work if stream.work else 1.0
+    return Work(seconds=stream.work, busy=max(busy, 1.0), still=stream.still)
+
+
+def _numbers(action: str, kind: str) -> tuple[int, str, int]:
     stage, _, microbatch = action.partition(kind)
-    return int(stage), int(microbatch)
+    return int(stage), kind, int(microbatch)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.oracle.estimate import Estimate
+from fourfold.oracle.items import Item
 from fourfold.oracle.memory import Memory
 from fourfold.oracle.prices import Prices
-from fourfold.oracle.stage import Item
 from fourfold.plans.pipeline import Part, Pipeline
 
 EXCHANGE_SHARE = 0.1

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fourfold.errors import InvalidInput
+from fourfold.oracle.items import CATEGORIES, Category
 from fourfold.oracle.layers import Layer
-from fourfold.oracle.stage import CATEGORIES, Category
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph
 from fourfold.oracle.formulas import FORMULAS, Inputs, Projection, Wire, project
 from fourfold.oracle.layers import Layer, layers_of
+from fourfold.oracle.meeting import groups_along
 from fourfold.oracle.prices import Prices
-from fourfold.oracle.stage import groups_along
 from fourfold.oracle.traffic import traffic
 from fourfold.plans.compose import Options
 from fourfold.plans.mesh import Mesh

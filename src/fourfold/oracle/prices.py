@@ -79,6 +79,10 @@ class Prices:
         precision: Precision = "fp64" if kernel.results[0].dtype == "float64" else self.precision
         return device.launch + max(flops / (device.rate(precision) * share), moved / (device.bandwidth * share))
 
+    def copying(self, moved: float, rank: int) -> float:
+        """Seconds for so many bytes read or written by one rank in its memory."""
+        return moved / (self.cluster.device(rank).bandwidth * self.share(rank))
+
     def gradient_sum(self, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
         """The time of summing gradients after backward: through shared memory within a node of processors."""
         return self.collective("shared_sum" if self.together(groups) else "all_reduce", groups, size)

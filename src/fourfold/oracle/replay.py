@@ -2,8 +2,11 @@
 
 A lane is a set of ranks that share a list of actions. Compute of a lane is work that its ranks' cores do; where the ranks
 of a node outnumber its cores, those busy at the moment draw from them evenly (processor sharing), and the more cores are
-busy, the slower each is, by the kernels' own factor. A message between stages begins when it is sent and its receive is
-posted, takes its time on the link, one after the other in each direction, and is waited for by the action that needs it.
+busy, the slower each is, by the kernels' own factor. Exchanges among the ranks of a lane come after its compute; within a
+node they take its cores too, but how the lane's own ranks share them is in their measured times already.
+
+A message between stages begins when it is sent and its receive is posted, takes its time on the link, one after the other
+in each direction, and is waited for by the action that needs it.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from fourfold.timeline import Event, Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a compute action costs a lane: seconds at full speed, of which `still` do not use its cores."""
+    """What a compute action costs a lane: seconds of work at full speed, and then seconds of exchanges among its ranks."""
 
     seconds: float
-    busy: float = 1.0  # how many times longer it takes with all cores of the node at work
+    busy: float = 1.0  # how many times longer the work takes with all cores of the node busy
     still: float = 0.0
 
 
@@ -33,6 +36,11 @@ class Lane:
     first: int  # rank
     tasks: tuple[Task, ...]
     nodes: tuple[tuple[int, int], ...]  # node, ranks of the lane on it
+
+    @property
+    def near(self) -> bool:
+        """Whether its exchanges stay within a node, and so use its cores."""
+        return len(self.nodes) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,46 +138,54 @@ class Replay:
     def _advance(self) -> None:
         """To the next moment something ends or arrives."""
         speeds = [self._speed(k) for k in range(len(self.lanes))]
-        ends = [self.now + self._remaining(s, v) for s, v in zip(self.states, speeds, strict=True) if s.running]
+        ends = [self.now + (s.left or s.still) / v for s, v in zip(self.states, speeds, strict=True) if s.running]
         while self.coming and self.coming[0] <= self.now + 1e-12:
             heapq.heappop(self.coming)
         then = min([*ends, *self.coming[:1]], default=math.inf)
         assert then < math.inf, "the lists wait for each other for ever"
         for k, (state, speed) in enumerate(zip(self.states, speeds, strict=True)):
             if state.running:
-                self._spend(k, state, speed, then)
+                self._spend(k, state, (then - self.now) * speed, then)
         self.now = then
 
-    def _spend(self, k: int, state: _State, speed: float, then: float) -> None:
-        passed = then - self.now
-        if self._remaining(state, speed) <= passed + 1e-12:
+    def _spend(self, k: int, state: _State, done: float, then: float) -> None:
+        """Let a lane go on with its work or, when that is done, with its exchanges."""
+        if state.left:
+            state.left = state.left - done if state.left > done + 1e-12 else 0.0
+        else:
+            state.still = state.still - done if state.still > done + 1e-12 else 0.0
+        if not state.left and not state.still:
             lane = self.lanes[k]
             task = lane.tasks[state.at]
             self._note(lane, str(task), task.kind, state.begun, then)
             state.at, state.running = state.at + 1, False
-            return
-        worked = min(passed, state.left / speed if speed else math.inf)
-        state.left -= worked * speed
-        state.still -= passed - worked
-
-    def _remaining(self, state: _State, speed: float) -> float:
-        return state.left / speed + state.still
 
     def _speed(self, k: int) -> float:
         """How fast a lane works: the slowest of its nodes decides."""
-        state = self.states[k]
-        if not state.running:
+        lane, state = self.lanes[k], self.states[k]
+        if not state.running or (not state.left and not lane.near):
             return 1.0
         slowest = 1.0
-        for node, _ in self.lanes[k].nodes:
+        for node, own in lane.nodes:
             cores = self.machine.cores.get(node, 0)
             if not cores:
                 continue
-            busy = sum(n for lane, s in zip(self.lanes, self.states, strict=True) if s.running and s.left > 0
-                       for where, n in lane.nodes if where == node)  # fmt: skip
-            crowd = 1.0 + (state.busy - 1.0) * (min(busy, cores) - 1) / max(cores - 1, 1)
-            slowest = min(slowest, min(1.0, cores / max(busy, 1)) / crowd)
+            busy = self._busy(node)
+            turns = min(1.0, cores / max(busy, 1))
+            if state.left:
+                crowd = 1.0 + (state.busy - 1.0) * (min(busy, cores) - 1) / max(cores - 1, 1)
+                slowest = min(slowest, turns / crowd)
+            else:
+                slowest = min(slowest, turns / min(1.0, cores / own))
         return slowest
+
+    def _busy(self, node: int) -> int:
+        """Ranks at work on a node."""
+        out = 0
+        for lane, state in zip(self.lanes, self.states, strict=True):
+            if state.running and (state.left or lane.near):
+                out += sum(count for where, count in lane.nodes if where == node)
+        return out
 
     def _note(self, lane: Lane, action: str, kind: str, start: float, end: float | None = None) -> None:
         self.events.append(

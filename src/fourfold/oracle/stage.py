@@ -8,43 +8,24 @@ adjoint. Left out: the order in which autograd takes branches, which changes no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from fourfold.graph import Graph
-from fourfold.graph.spec import ITEM_BYTES
-from fourfold.oracle.collectives import Cost
+from fourfold.oracle.gathers import Gathers
+from fourfold.oracle.items import Item
 from fourfold.oracle.kernels import Kernel, kernel_of
+from fourfold.oracle.meeting import Meeting
 from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
-from fourfold.plans.exchange import Exchange, Step, transfers
-from fourfold.plans.layout import Own
-from fourfold.plans.mesh import Mesh
+from fourfold.plans.buckets import Gradient, buckets
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.layout import Layout, Own
+from fourfold.plans.lifetimes import order_of_use
 from fourfold.plans.pipeline import Part
 from fourfold.plans.program import Compute, Move, Program, Repeat
+from fourfold.plans.program import Step as AnyStep
 
-Category = Literal["compute", "gradient_exchange", "layer_exchange", "halo", "pipeline", "update", "other"]
-CATEGORIES: tuple[Category, ...] = ("compute", "gradient_exchange", "layer_exchange", "halo", "pipeline", "update", "other")
-CATEGORY_OF: dict[str, Category] = {
-    "halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"
-}  # fmt: skip
 STATISTICS = 2  # numbers per statistic that a norm exchanges: mean and variance, or their gradients
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """A piece of work of all ranks of a stage: seconds of the slowest alone, and how much longer with all cores busy."""
-
-    category: Category
-    label: str
-    seconds: float
-    busy: float = 1.0
-    spread: float = 0.0  # seconds, one quartile to the other
-    meets: bool = False  # whether the ranks wait for each other in it
-    source: str = "measured"
-    pattern: str = ""  # of an exchange: its collective, the axes of its groups, and bytes as `cluster.Curve` counts them
-    axes: tuple[str, ...] = ()
-    size: float = 0.0
 
 
 def kinds_of_ranks(program: Program) -> dict[tuple[int, ...], list[int]]:
@@ -63,11 +44,7 @@ def kinds_of_ranks(program: Program) -> dict[tuple[int, ...], list[int]]:
 def _flat(program: Program) -> Iterator[Compute | Move]:
     """All steps, passes one after the other."""
     for step in program.steps:
-        if isinstance(step, Repeat):
-            for body in step.bodies:
-                yield from body
-        else:
-            yield step
+        yield from _inside(step)
 
 
 class StagePrices:
@@ -79,35 +56,47 @@ class StagePrices:
         self.graph: Graph = self.program.graph
         self.members = [members[0] for members in kinds_of_ranks(self.program).values()]
         self.gradients = dict.fromkeys(live, True)
+        self.meeting = Meeting(
+            prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes
+        )
+        self.gathers = Gathers(self.program, self.meeting)
+        self.gathering: dict[str, Move] = {m.target: m for m in self.gathers.moves}
 
     def forward(self) -> list[Item]:
-        out: list[Item] = []
-        for step in _flat(self.program):
-            if isinstance(step, Move):
-                out += self._exchange(step.exchange, step)
-            else:
-                out += self._compute(step, "forward")
-        return out
+        self.gathers.begin()
+        return [item for step in _flat(self.program) for item in self._forward(step)]
 
-    def backward(self) -> list[Item]:
+    def _forward(self, step: Compute | Move) -> list[Item]:
+        if isinstance(step, Compute):
+            return self._compute(step, "forward")
+        if step in self.gathers.moves:
+            return self.gathers.fetch(step)
+        return self.meeting.exchange(step.exchange, step.value, step.kind)
+
+    def backward(self, *, last: bool = True) -> list[Item]:
+        """`last`: whether gradients are complete after it, so that their sums are sent on the way where they can be."""
+        self.gathers.begin()
         out: list[Item] = []
         for low, high in self.program.segments:
-            out += self._again(low, high)
-        for step in reversed(list(_flat(self.program))):
-            if isinstance(step, Move):
-                if step.value in self.live:
-                    out += self._exchange(step.exchange.adjoint, step)
-            elif any(self.gradients.get(name) for name in step.op.operands):
-                out += self._compute(step, "backward")
+            out += [item for step in self.program.steps[low:high] for inner in _inside(step) for item in self._forward(inner)]
+        sums = self._sums() if last else {}
+        for number, step in reversed(list(enumerate(self.program.steps))):
+            for inner in reversed(_inside(step)):
+                out += self._backward(inner)
+            out += sums.get(number, [])
         return out
 
-    def _again(self, low: int, high: int) -> list[Item]:
-        """A recomputed segment's forward, once more."""
-        out: list[Item] = []
-        for step in self.program.steps[low:high]:
-            for inner in [s for body in step.bodies for s in body] if isinstance(step, Repeat) else [step]:
-                out += self._exchange(inner.exchange, inner) if isinstance(inner, Move) else self._compute(inner, "forward")
-        return out
+    def _backward(self, step: Compute | Move) -> list[Item]:
+        if isinstance(step, Move):
+            if step.value not in self.live:
+                return []
+            if step in self.gathers.moves:
+                return self.gathers.give(step)
+            return self.meeting.exchange(step.exchange.adjoint, step.value, step.kind)
+        if not any(self.gradients.get(name) for name in step.op.operands):
+            return []
+        weights = [self.gathering[slot] for slot in step.inputs if slot in self.gathering]
+        return [i for move in weights for i in self.gathers.fetch(move, again=True)] + self._compute(step, "backward")
 
     def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
         times = [self.prices.kernel(self.kernel(step, member), self.ranks[member]) for member in self.members]
@@ -117,87 +106,74 @@ class StagePrices:
         out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
                     source=slowest.source)]  # fmt: skip
         joint = step.axes_of("joint")
-        if joint:
-            out += self._joint(step, joint)
-        return out
+        return [*out, self._joint(step, joint)] if joint else out
 
     def kernel(self, step: Compute, member: int) -> Kernel:
         """A step as one member of the stage runs it."""
         return kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
 
-    def _joint(self, step: Compute, axes: tuple[str, ...]) -> list[Item]:
+    def _joint(self, step: Compute, axes: tuple[str, ...]) -> Item:
         """The exchange of statistics inside a kernel that works over several ranks."""
         coords = self.mesh.coords(self.members[0])
         inside = math.prod(len(step.loops[name].at(coords)) for name in {step.choice[a] for a in axes} if name is not None)
         numel = math.prod(step.needs[0].local_shape(coords)) // max(inside, 1)
         if step.nest.kernel == "batch_norm":
             numel = step.needs[0].local_shape(coords)[1]
-        size = STATISTICS * numel * self._item(step.op.operands[0])
-        return [self._met("layer_exchange", f"{step.op.path} statistics", "all_reduce", axes, size)]
+        size = STATISTICS * numel * self.meeting.item(step.op.operands[0])
+        return self.meeting.met("layer_exchange", f"{step.op.path} statistics", "all_reduce", axes, size)
 
-    def _item(self, value: str) -> int:
-        dtype = self.graph.values[value].dtype
-        return ITEM_BYTES[self.dtypes.get(dtype, dtype)]
+    # --- gradients and updates ---
 
-    def _exchange(self, exchange: Exchange, move: Move) -> list[Item]:
-        category = CATEGORY_OF[move.kind]
-        item = self._item(move.value)
-        out = []
-        for step in exchange.steps:
-            size = max(step_bytes(step, member, item) for member in self.members)
-            if step.pattern in ("local", "none"):
-                rank = self.ranks[self.members[0]]
-                bandwidth = self.prices.cluster.device(rank).bandwidth * self.prices.share(rank)
-                out.append(Item(category=category, label=move.value, seconds=2 * size / bandwidth, source="roofline"))
-            else:
-                out.append(self._met(category, move.value, step.pattern, step.axes, size))
+    def _sums(self) -> dict[int, list[Item]]:
+        """By step, the sums of gradients that are put on the wire when its backward is done: those of ranks that share no
+        memory, in buckets, each when its last gradient has come and those before it are under way."""
+        first, order = order_of_use(self.program), self._reduced(near=False)
+        out: dict[int, list[Item]] = {}
+        at = len(self.program.steps)
+        for number, bucket in enumerate(buckets(order)):
+            at = min(at, *(first.get(name, 0) for name in bucket.names))
+            key = f"bucket {number}"
+            packing = [self.meeting.copied("gradient_exchange", key, 2.0 * bucket.bytes)] if len(bucket.names) > 1 else []
+            launch = self.meeting.met("gradient_exchange", key, "all_reduce", bucket.axes, bucket.bytes, starts=key)
+            out.setdefault(at, []).extend([*packing, launch])
         return out
 
-    def _met(self, category: Category, label: str, kind: str, axes: tuple[str, ...], size: float) -> Item:
-        groups = self.groups(axes)
-        cost = self._cost(kind, groups, size)
-        source = "measured" if cost.measured else "roofline"
-        spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
-        return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source,
-                    pattern=kind, axes=axes, size=size)  # fmt: skip
-
-    def _cost(self, kind: Any, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
-        return self.prices.gradient_sum(groups, size) if kind == "gradients" else self.prices.collective(kind, groups, size)
-
-    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of all groups along the axes."""
-        return groups_along(self.mesh, self.ranks, axes)
+    def _reduced(self, *, near: bool) -> list[Gradient]:
+        """The gradients to be summed over ranks of one host, or of several, in the order of their parameters' use."""
+        first = order_of_use(self.program)
+        found = []
+        for name, axes in sorted(self.program.reductions.items(), key=lambda pair: first.get(pair[0], -1)):
+            if self.prices.together(self.meeting.groups(axes)) == near:
+                size = self.meeting.numel(self.program.stored[name]) * self.meeting.item(name)
+                found.append(Gradient(name, size, axes, self.graph.values[name].dtype))
+        return found
 
     def reductions(self) -> list[Item]:
-        """The gradient sums left for after backward, by the axes they run over."""
+        """The gradient sums left for after backward, by the axes they run over: those through common memory."""
         sizes: dict[tuple[str, ...], float] = {}
-        coords = self.mesh.coords(self.members[0])
-        for name, axes in self.program.reductions.items():
-            local = math.prod(self.program.stored[name].local_shape(coords))
-            sizes[axes] = sizes.get(axes, 0.0) + local * self._item(name)
-        return [self._met("gradient_exchange", "gradients", "gradients", axes, size) for axes, size in sizes.items()]
+        for gradient in self._reduced(near=True):
+            sizes[gradient.axes] = sizes.get(gradient.axes, 0.0) + gradient.bytes
+        return [self.meeting.met("gradient_exchange", "gradients", "gradients", axes, size) for axes, size in sizes.items()]
 
     def updated_bytes(self) -> float:
         """Bytes of parameters the optimizer of one rank updates."""
+        return float(sum(self._sizes(self.program.updates).values()))
+
+    def shared_bytes(self) -> dict[tuple[str, ...], float]:
+        """Under ZeRO-1, by axes, bytes of the parameters of which each rank updates a part and gets the rest."""
+        updated, stored = self._sizes(self.program.updates), self._sizes(self.program.stored)
+        out: dict[tuple[str, ...], float] = {}
+        for name in updated:
+            if updated[name] < stored[name]:
+                (step,) = Exchange(self.mesh, self.program.updates[name], self.program.stored[name]).steps
+                out[step.axes] = out.get(step.axes, 0.0) + stored[name]
+        return out
+
+    def _sizes(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
         trained = {p.name for p in self.graph.parameters if p.trainable}
-        member = self.mesh.coords(self.members[0])
-        layouts = self.program.updates
-        return float(sum(math.prod(layouts[n].local_shape(member)) * self._item(n) for n in layouts if n in trained))
+        return {n: float(self.meeting.numel(at) * self.meeting.item(n)) for n, at in layouts.items() if n in trained}
 
 
-def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    found = dict.fromkeys(mesh.group(member, axes) for member in range(mesh.size))
-    return tuple(tuple(ranks[m] for m in group) for group in found)
-
-
-def step_bytes(step: Step, member: int, item: int) -> float:
-    """The size of a collective in bytes, as measured curves define it."""
-    coords = step.mesh.coords(member)
-    if step.pattern == "all_to_all":
-        return float(item * sum(t.numel for t in transfers(step, member, incoming=False) if t.peer != member))
-    layout = step.source if step.pattern == "all_gather" else step.target
-    return float(item * math.prod(layout.local_shape(coords)))
-
-
-def total(items: Iterable[Item]) -> float:
-    return sum(item.seconds for item in items)
+def _inside(step: AnyStep) -> list[Compute | Move]:
+    """A step, or those of all passes."""
+    return [inner for body in step.bodies for inner in body] if isinstance(step, Repeat) else [step]

@@ -1,0 +1,96 @@
+"""The exchanges of one stage priced: which groups meet, how many bytes, how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.graph import Graph
+from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle.items import Category, Item
+from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
+from fourfold.plans.exchange import Exchange, Step, transfers
+from fourfold.plans.mesh import Mesh
+
+CATEGORY_OF: dict[str, Category] = {
+    "halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The ranks of a stage and what their exchanges cost. `members`: one of each kind."""
+
+    prices: Prices
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    members: Sequence[int]
+    graph: Graph
+    dtypes: Mapping[str, str]
+
+    def item(self, value: str) -> int:
+        """Bytes of an element."""
+        dtype = self.graph.values[value].dtype
+        return ITEM_BYTES[self.dtypes.get(dtype, dtype)]
+
+    def exchange(self, exchange: Exchange, value: str, kind: str) -> list[Item]:
+        """The items of a move, or of its adjoint."""
+        category, item, out = CATEGORY_OF[kind], self.item(value), []
+        for step in exchange.steps:
+            size = self.size(step, item)
+            if step.pattern in ("local", "none"):
+                out.append(self.copied(category, value, 2 * size))
+            else:
+                out.append(self.met(category, value, step.pattern, step.axes, size))
+        return out
+
+    def size(self, step: Step, item: int) -> float:
+        """The bytes of a collective, as curves define them, on the rank that has most."""
+        return max(step_bytes(step, member, item) for member in self.members)
+
+    def given(self, step: Step, item: int) -> float:
+        """The bytes the rank that gives most has for others."""
+        return max(_given(step, member, item) for member in self.members)
+
+    def numel(self, layout: Any) -> int:
+        """Elements on the first kind of rank."""
+        return math.prod(layout.local_shape(self.mesh.coords(self.members[0])))
+
+    def copied(self, category: Category, label: str, moved: float) -> Item:
+        """Bytes read or written in this rank's memory."""
+        seconds = self.prices.copying(moved, self.ranks[self.members[0]])
+        return Item(category=category, label=label, seconds=seconds, spread=0.1 * seconds, source="roofline", size=moved)
+
+    def met(
+        self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = ""
+    ) -> Item:
+        """A collective; `gradients` is the sum of gradients after backward."""
+        groups = self.groups(axes)
+        cost = self.prices.gradient_sum(groups, size) if kind == "gradients" else self.prices.collective(kind, groups, size)
+        source = "measured" if cost.measured else "roofline"
+        spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
+        return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source,
+                    pattern=kind, axes=axes, size=size, starts=starts)  # fmt: skip
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of all groups along the axes."""
+        return groups_along(self.mesh, self.ranks, axes)
+
+
+def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    found = dict.fromkeys(mesh.group(member, axes) for member in range(mesh.size))
+    return tuple(tuple(ranks[m] for m in group) for group in found)
+
+
+def step_bytes(step: Step, member: int, item: int) -> float:
+    """The size of a collective in bytes, as measured curves define it."""
+    if step.pattern == "all_to_all":
+        return _given(step, member, item)
+    layout = step.source if step.pattern == "all_gather" else step.target
+    return float(item * math.prod(layout.local_shape(step.mesh.coords(member))))
+
+
+def _given(step: Step, member: int, item: int) -> float:
+    return float(item * sum(t.numel for t in transfers(step, member, incoming=False) if t.peer != member))
