@@ -16,7 +16,7 @@ from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.items import CATEGORIES, Category, Item, total
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
-from fourfold.oracle.stage import StagePrices
+from fourfold.oracle.stage import BUCKET, StagePrices
 from fourfold.oracle.stream import Streamed, streamed
 from fourfold.plans.boundary import Side, incoming
 from fourfold.plans.pipeline import Pipeline
@@ -103,11 +103,13 @@ class _Estimating:
         )
 
     def _first_items(self) -> dict[tuple[int, str], tuple[Item, ...]]:
-        first = self.plan.sizes[0]
-        kinds = {"F": "F", LAST if self.plan.microbatches == 1 else "B": "B"}
-        out = {(stage, kinds[kind]): tuple(items) for (stage, kind, size), items in self.items.items()
-               if size == first and kind in kinds}  # fmt: skip
-        return {**out, **{(stage, "sums"): tuple(items) for stage, items in self.sums.items()}}
+        first, last = self.plan.sizes[0], self.plan.sizes[-1]
+        out: dict[tuple[int, str], tuple[Item, ...]] = {}
+        for part in self.pipeline.parts:
+            out |= {(part.index, kind): tuple(self.items[part.index, kind, first]) for kind in ("F", "B")}
+            sent = [item for item in self.items[part.index, LAST, last] if item.starts.startswith(BUCKET)]
+            out[part.index, "sums"] = (*sent, *self.sums[part.index])
+        return out
 
     def _stage_record(self, index: int) -> dict[str, float]:
         size = self.plan.sizes[0]

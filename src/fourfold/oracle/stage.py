@@ -25,6 +25,7 @@ from fourfold.plans.pipeline import Part
 from fourfold.plans.program import Compute, Move, Program, Repeat
 from fourfold.plans.program import Step as AnyStep
 
+BUCKET = "bucket"  # how messages with sums of gradients are called
 STATISTICS = 2  # numbers per statistic that a norm exchanges: mean and variance, or their gradients
 
 
@@ -132,7 +133,7 @@ class StagePrices:
         at = len(self.program.steps)
         for number, bucket in enumerate(buckets(order)):
             at = min(at, *(first.get(name, 0) for name in bucket.names))
-            key = f"bucket {number}"
+            key = f"{BUCKET} {number}"
             packing = [self.meeting.copied("gradient_exchange", key, 2.0 * bucket.bytes)] if len(bucket.names) > 1 else []
             launch = self.meeting.met("gradient_exchange", key, "all_reduce", bucket.axes, bucket.bytes, starts=key)
             out.setdefault(at, []).extend([*packing, launch])
