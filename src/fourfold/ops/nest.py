@@ -42,9 +42,11 @@ class Loop:
 
 
 class Need(Protocol):
-    """What a window reads: input indices from output indices."""
+    """What a window reads: input indices from output indices. A value, so that answers can be kept."""
 
     def __call__(self, outputs: IndexSet) -> IndexSet: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

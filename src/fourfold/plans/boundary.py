@@ -6,8 +6,8 @@ repeat it from one of the replicas, which take turns.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 from fourfold.index import IndexSet
 from fourfold.plans.exchange import Transfer
@@ -15,7 +15,7 @@ from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Side:
     """A tensor on the ranks of a stage."""
 
@@ -23,26 +23,31 @@ class Side:
     mesh: Mesh
     ranks: tuple[int, ...]
 
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """Where in the mesh each rank is."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
     def box(self, index: int) -> tuple[IndexSet, ...]:
         return self.layout.box(self.mesh.coords(index))
 
 
 def outgoing(source: Side, target: Side, rank: int) -> list[Transfer]:
     """The boxes a rank of the source gives, in the order of their takers."""
-    me = source.ranks.index(rank)
-    out = []
-    for taker, peer in enumerate(target.ranks):
-        if me in _givers(source, target, taker):
-            out += _transfer(peer, source.box(me), target.box(taker))
+    me = source.place[rank]
+    box, coords, out = source.box(me), source.mesh.coords(me), []
+    for taker in target.layout.meeting(target.mesh, box, {}, frozenset(target.mesh.names)):
+        if all(coords[axis] == k for axis, k in _replica(source, target, taker).items()):
+            out += _transfer(target.ranks[taker], box, target.box(taker))
     return out
 
 
 def incoming(source: Side, target: Side, rank: int) -> list[Transfer]:
     """The boxes a rank of the target takes."""
-    me = target.ranks.index(rank)
-    out = []
-    for giver in _givers(source, target, me):
-        out += _transfer(source.ranks[giver], target.box(me), source.box(giver))
+    me = target.place[rank]
+    box, out = target.box(me), []
+    for giver in source.layout.meeting(source.mesh, box, _replica(source, target, me), source.layout.sharded):
+        out += _transfer(source.ranks[giver], box, source.box(giver))
     return out
 
 
@@ -53,15 +58,13 @@ def _transfer(peer: int, mine: tuple[IndexSet, ...], theirs: tuple[IndexSet, ...
     return [Transfer(peer, box, tuple(m.positions(b) for m, b in zip(mine, box, strict=True)))]
 
 
-def _givers(source: Side, target: Side, taker: int) -> list[int]:
-    """The members of the source that a member of the target takes from: all shards of one replica, its own if it has one."""
-    free = [a for a in source.mesh.names if a not in source.layout.sharded]
-    points = [
-        dict(zip(free, point, strict=True)) for point in itertools.product(*(range(source.mesh.extent(a)) for a in free))
-    ]
-    chosen = points[taker % len(points)]
-    if target.ranks[taker] in source.ranks:
-        own = source.mesh.coords(source.ranks.index(target.ranks[taker]))
-        chosen = {a: own[a] for a in free}
-    coords = [source.mesh.coords(k) for k in range(source.mesh.size)]
-    return [k for k, at in enumerate(coords) if all(at[a] == chosen[a] for a in free)]
+def _replica(source: Side, target: Side, taker: int) -> dict[str, int]:
+    """Where a member of the target takes a tensor from, along the axes that repeat it: from its own replica if it has one."""
+    mesh, sharded = source.mesh, source.layout.sharded
+    free = [axis for axis in mesh.names if axis not in sharded]
+    own = source.place.get(target.ranks[taker])
+    if own is None:
+        replicas = mesh.offsets(free)
+        own = replicas[taker % len(replicas)]
+    coords = mesh.coords(own)
+    return {axis: coords[axis] for axis in free}

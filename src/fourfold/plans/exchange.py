@@ -16,7 +16,7 @@ from typing import Literal
 
 from fourfold.index import IndexSet
 from fourfold.plans.layout import Layout, Own
-from fourfold.plans.mesh import Coords, Mesh
+from fourfold.plans.mesh import Mesh
 
 Pattern = Literal["none", "local", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -49,6 +49,11 @@ class Step:
     axes: tuple[str, ...]
     dim: int = 0  # of all_gather and reduce_scatter
 
+    @property
+    def free(self) -> frozenset[str]:
+        """The axes along which a rank's sources differ from it."""
+        return _free(self.source, self.target) & set(self.axes)
+
     def received(self, rank: int) -> int:
         """Elements that rank takes from others."""
         if self.pattern in ("none", "local"):
@@ -57,7 +62,18 @@ class Step:
             group = math.prod(self.mesh.extent(a) for a in self.axes)
             numel = math.prod(self.target.local_shape(self.mesh.coords(rank)))
             return 2 * numel * (group - 1) // group
-        return sum(t.numel for t in transfers(self, rank, incoming=True) if t.peer != rank)
+        return self._taken(rank, self.target, self.source)
+
+    def given(self, rank: int) -> int:
+        """Elements that rank gives to others, one that several take counted for each."""
+        return self._taken(rank, self.source, self.target)
+
+    def _taken(self, rank: int, mine: Layout, theirs: Layout) -> int:
+        """Elements of a rank's box that others' boxes have: as `transfers` lists them, by counting."""
+        at = self.mesh.coords(rank)
+        box, free = mine.box(at), self.free
+        alone = math.prod(len(a & b) for a, b in zip(box, theirs.box(at), strict=True))
+        return theirs.overlap(self.mesh, box, at, free) - alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +96,15 @@ class Transfer:
 def transfers(step: Step, rank: int, *, incoming: bool) -> list[Transfer]:
     """The boxes a rank takes from (or gives to) each member of its group, itself included; empty ones left out."""
     mesh, own = step.mesh, step.mesh.coords(rank)
-    layout = step.target if incoming else step.source
+    layout, other = (step.target, step.source) if incoming else (step.source, step.target)
     mine = layout.box(own)
     out = []
-    for peer in mesh.group(rank, step.axes):
-        theirs = mesh.coords(peer)
-        taker, giver = (own, theirs) if incoming else (theirs, own)
-        if not _feeds(step, taker, giver):
-            continue
-        other = (step.source if incoming else step.target).box(theirs)
-        box = tuple(a & b for a, b in zip(mine, other, strict=True))
+    for peer in other.meeting(mesh, mine, own, step.free):
+        box = tuple(a & b for a, b in zip(mine, other.box(mesh.coords(peer)), strict=True))
         if all(len(s) for s in box):
             spans = tuple(m.positions(b) for m, b in zip(mine, box, strict=True))
             out.append(Transfer(peer, box, spans))
     return out
-
-
-def _feeds(step: Step, taker: Coords, giver: Coords) -> bool:
-    """Whether `giver` is a source of `taker`: equal on all axes but the free ones."""
-    free = _free(step.source, step.target)
-    return all(taker[a] == giver[a] for a in step.axes if a not in free)
 
 
 def _free(source: Layout, target: Layout) -> frozenset[str]:
@@ -122,7 +127,7 @@ def _steps(exchange: Exchange) -> tuple[Step, ...]:
     axes = _moving(mesh, source, target)
     if axes:
         out.append(_classified(mesh, source, target, axes))
-    elif any(a.sets != b.sets or a.axes != b.axes for a, b in zip(source.dims, target.dims, strict=True)):
+    elif source.dims != target.dims:
         out.append(Step(mesh, source, target, "local", ()))
     return tuple(out)
 
@@ -160,9 +165,8 @@ def _pinned(source: Layout, target: Layout, axis: str) -> bool:
 @lru_cache(maxsize=65536)
 def _apart(have: Own, want: Own, axis: str) -> bool:
     """Whether sets at different coordinates along `axis` never meet."""
-    extent = dict(zip(have.axes, have.extents, strict=True))[axis]
     a, b = have.project({axis}), want.project({axis})
-    return all(not len(a.sets[i] & b.sets[j]) for i in range(extent) for j in range(extent) if i != j)
+    return all(place == k for k, members in enumerate(a.sets) for place in b.meeting(members))
 
 
 def _classified(mesh: Mesh, source: Layout, target: Layout, axes: tuple[str, ...]) -> Step:

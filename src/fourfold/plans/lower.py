@@ -7,7 +7,7 @@ a table of positions is computed only where its rows are used. A value asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
+Emission = Iterator["Emission"]
+"""An op on its way into a program: what it yields comes first."""
 
 
 def lower(graph: Graph, plan: Plan, chooser: Chooser | None = None, *, like: Program | None = None) -> Program:
@@ -136,12 +138,29 @@ class _Lowering:
         if all(name in self.free for name in op.operands) and not (op.operands and explicit and self._anchor(op)):
             self.free.update(op.results)
             return
-        self._emit(op, explicit, None)
+        self._emit(self._emission(op, explicit, None))
 
     def _anchor(self, op: Op) -> bool:
         return nest_of(op, self.graph).anchor
 
-    def _emit(self, op: Op, explicit: dict[str, str], wanted: Layout | None) -> None:
+    def _emit(self, emission: Emission) -> None:
+        """Put an op at the end of the program, the free ops it reads before it. Those may be a chain as long as the graph,
+        which must not become as deep a recursion."""
+        waiting = [emission]
+        while waiting:
+            first = next(waiting[-1], None)
+            if first is None:
+                waiting.pop()
+            else:
+                waiting.append(first)
+
+    def _wanted(self, name: str, need: Layout) -> Emission:
+        """The emission of the op that makes a free value, as its reader needs it."""
+        op = self.graph.producer[name]
+        return self._emission(op, self._offered(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)
+
+    def _emission(self, op: Op, explicit: dict[str, str], wanted: Layout | None) -> Emission:
+        """Place an op, yield the emissions of what it reads and nobody has placed yet, then append it."""
         nest = self._hinted(op, nest_of(op, self.graph))
         if nest.kernel == "replicated" and op.random and self.mesh.size > 1:
             raise Infeasible(f"{op.path} draws random numbers and has no rule that keeps ranks alike ({op.target})")
@@ -153,7 +172,11 @@ class _Lowering:
             other = self.chooser(op, nest, splits, placement)
             if other is not None:
                 placement = place(nest, self.mesh, other, given, wanted=wanted, where=op.path)
-        inputs = tuple(self._demand(n, need, nest) for n, need in zip(op.operands, placement.needs, strict=True))
+        inputs = []
+        for name, need in zip(op.operands, placement.needs, strict=True):
+            if name in self.free and name not in self.leaves:
+                yield self._wanted(name, need)
+            inputs.append(self._demand(name, need, nest))
         for result, layout in zip(op.results, placement.gives, strict=True):
             self.layouts[result] = layout
             self.free.discard(result)
@@ -165,7 +188,7 @@ class _Lowering:
                 gives=placement.gives,
                 choice=placement.choice,
                 loops=placement.loops,
-                inputs=inputs,
+                inputs=tuple(inputs),
                 outputs=op.results,
                 dtypes=tuple(self.graph.values[name].dtype for name in op.results),
                 rows=self._rows(op),
@@ -227,8 +250,7 @@ class _Lowering:
             if name in self.leaves:
                 self._store(name, self._kept(name, need) if name in self.parameters else need.stored)
             else:
-                op = self.graph.producer[name]
-                self._emit(op, self._offered(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)
+                self._emit(self._wanted(name, need))
         key = (name, need)
         if key not in self.forms:
             self.forms[key] = self._form(name, need, nest)

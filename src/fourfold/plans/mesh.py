@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -50,10 +49,32 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` on the given axes only, in row-major order."""
-        own = self.coords(rank)
-        names = self.ordered(axes)
-        grid = itertools.product(*(range(self.extent(name)) for name in names))
-        return tuple(self.rank({**own, **dict(zip(names, point, strict=True))}) for point in grid)
+        own, offsets = self.coords(rank), self.offsets(axes)
+        first = rank - sum(own[name] * stride for name, stride in self._strides(axes))
+        return tuple(first + offset for offset in offsets)
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ on the given axes only, in the order of their first ranks."""
+        wanted = set(axes)
+        offsets = self.offsets(wanted)
+        firsts = self.offsets(name for name in self.names if name not in wanted)
+        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+
+    def offsets(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """How far the ranks at all coordinates along the given axes, row-major, are from the one at the origin."""
+        out = [0]
+        for name, stride in self._strides(axes):
+            out = [base + k * stride for base in out for k in range(self.extent(name))]
+        return tuple(out)
+
+    def _strides(self, axes: Iterable[str]) -> list[tuple[str, int]]:
+        """Of the given axes, in mesh order: how far neighbours are apart."""
+        wanted, stride, out = set(axes), 1, []
+        for name, size in reversed(self.axes):
+            if name in wanted:
+                out.append((name, stride))
+            stride *= size
+        return out[::-1]
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.axes)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fourfold.errors import Infeasible
-from fourfold.ops.nest import Concat, Dim, Loop, Nest, Window
+from fourfold.ops.nest import Concat, Dim, Loop, Need, Nest, Window
 from fourfold.ops.window import Shift
 from fourfold.plans.layout import Layout, Own, concatenated, joined
 from fourfold.plans.mesh import Mesh
@@ -172,7 +173,7 @@ def _inherited(
             if own is None:
                 continue
             own = own.project(axes)
-            disjoint = sum(len(s) for s in own.sets) == loop.size
+            disjoint = own.total == loop.size
             if own.axes and disjoint and own.cuts_at(loop.outer, loop.unit) and (not loop.tied or own.spread):
                 return own
     return None
@@ -186,10 +187,9 @@ def _part(nest: Nest, loop: Loop, terms: Dim, own: Own) -> Own | None:
             return own
         if isinstance(term, Concat) and loop.name in term.loops:
             start = sum(nest.loop(n).size for n in term.loops[: term.loops.index(loop.name)])
-            sets = tuple(s.shifted(-start, loop.size) for s in own.sets)
-            return Own(own.axes, own.extents, sets)
+            return own.shifted(-start, loop.size)
         if isinstance(term, Window) and term.loop == loop.name and isinstance(term.need, Shift):
-            shifted = Own(own.axes, own.extents, tuple(map(term.need.inverse, own.sets)))
+            shifted = own.shifted(-term.need.start, term.need.count)
             return shifted if shifted.balanced else None
         return None
     if loop.name not in terms:
@@ -213,7 +213,13 @@ def _term(nest: Nest, mesh: Mesh, term: object, owns: Mapping[str, Own]) -> Own:
     own = owns[term.loop]
     if not own.axes:  # unsplit: the kernel sees the whole dim, whatever the windows leave out
         return Own.whole(term.need(own.sets[0]).size)
-    return Own(own.axes, own.extents, tuple(term.need(s) for s in own.sets))
+    return _windowed(own, term.need)
+
+
+@lru_cache(maxsize=65536)
+def _windowed(own: Own, need: Need) -> Own:
+    """What must be there to compute a division of the results."""
+    return Own(own.axes, own.extents, tuple(need(members) for members in own.sets))
 
 
 def _need(
