@@ -36,7 +36,7 @@ from fourfold.runtime.world import World
 ROUNDS = 3
 REPEATS = 5
 DROPPED = 1  # of them, the longest
-FLUSHED = 32 * 2**20  # bytes written before each run, more than what a core has of a cache
+FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more than what a core has of a cache
 CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
 LONGEST_CHAIN = 16
 DRAWN = 2**16  # numbers drawn at random, then repeated
@@ -152,14 +152,14 @@ class _Run:
         tensors = [_made(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)]
         stored = {p.name for p in sample.graph.parameters}
         self.fresh = next((k for k, name in enumerate(sample.step.op.operands) if name not in stored), None)
-        self.chain, self.flushed = [tensors], torch.empty(FLUSHED // 4)
+        self.chain, self.others = [tensors], torch.zeros(2, FLUSHED // 4)
         links = min(round(CHAIN_SECONDS / sum(self.once())), LONGEST_CHAIN)
         self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(1, links)]
 
     def once(self, together: Callable[[], Any] = lambda: None) -> tuple[float, float]:
         """Seconds of one forward and one backward; `together` waits for the others that run it."""
         count, outs = len(self.chain), []
-        self.flushed.fill_(1.0)
+        self._forget()
         if self.fresh is not None:
             for tensors in self.chain:
                 tensors[self.fresh].detach().sum()
@@ -172,12 +172,17 @@ class _Run:
         leaves = [t for tensors in self.chain for t in tensors if t.requires_grad]
         if not outs or not leaves:
             return forward / count, 0.0
-        self.flushed.fill_(2.0)
+        self._forget()
         grads = [torch.ones_like(t) for t in outs]
         together()
         begun = time.perf_counter()
         torch.autograd.grad(outs, leaves, grads, allow_unused=True)
         return forward / count, (time.perf_counter() - begun) / count
+
+    def _forget(self) -> None:
+        """Fill the caches with something else."""
+        self.others[0].fill_(1.0)
+        self.others[1].sum()
 
     def series(self, together: Callable[[], Any] = lambda: None) -> _Times:
         """Means of several runs."""
