@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.heap import Block, Gathered
 from fourfold.oracle.moving import Moved, moving
-from fourfold.oracle.results import Strided, passes, results
+from fourfold.oracle.results import Strided, passes, results, strided
 from fourfold.oracle.saving import Share, saving
 from fourfold.oracle.tape import Env, Node, Tape, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums
@@ -110,7 +110,7 @@ class Forward(Tape):
             if dtype.startswith(("float", "bfloat", "complex")):
                 out.var = Var(size=out.bytes)
         sizes = [t.bytes for t in ins]
-        modes = [passes(share, k) for k in range(len(ins))]
+        modes = [passes(share, k) and not (t.var is not None and t.var.leaf and strided(share, k)) for k, t in enumerate(ins)]
         made = [out.var or Var() for out in outs]
 
         def backward(given: list[Block]) -> list[Block | None]:

@@ -36,7 +36,7 @@ def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
     if step.pattern == "none":
         return Moved(None)
     if step.pattern == "local":
-        return _local(step, rank, size)
+        return _local(step, rank, size, item)
     if step.pattern == "all_reduce":
         return Moved(size, count * size if host and size <= BOARD_BYTES else 0)
     if step.pattern == "all_gather":
@@ -46,11 +46,12 @@ def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
     return _all_to_all(step, rank, size, item)
 
 
-def _local(step: Step, rank: int, size: int) -> Moved:
+def _local(step: Step, rank: int, size: int, item: int) -> Moved:
     shape = step.target.local_shape(step.mesh.coords(rank))
     gives = [t for t in transfers(step, rank, incoming=False) if t.peer == rank]
     if len(gives) == 1 and gives[0].shape == shape:
-        return Moved(None if _run(gives[0], step.source.local_shape(step.mesh.coords(rank))) else size)
+        held = step.source.local_shape(step.mesh.coords(rank))
+        return Moved(None if _run(gives[0], held) else size, max(0, item * _joining(gives[0], held) - size))
     return Moved(size)
 
 
@@ -61,11 +62,23 @@ def _run(transfer: Transfer, held: tuple[int, ...]) -> bool:
     return whole and (not cut or (math.prod(transfer.shape[: cut[-1]]) == 1))
 
 
+def _joining(transfer: Transfer, held: tuple[int, ...]) -> int:
+    """Elements that are alive at once while a box of several spans is put together, dim by dim; none where it is a view."""
+    sizes, made = list(held), [0]
+    for d, spans in enumerate(transfer.spans):
+        sizes[d] = transfer.shape[d]
+        if len(spans) > 1:
+            made.append(math.prod(sizes))
+    return max(a + b for a, b in zip([0, *made], made, strict=False))
+
+
 def _all_to_all(step: Step, rank: int, size: int, item: int) -> Moved:
-    """Pieces that are no runs of memory are copied, then packed; what arrives is unpacked from a buffer."""
+    """Pieces that are no runs of memory are copied, then packed; what arrives is unpacked from a buffer. All that is still
+    there when the rank's own part is put into the result."""
     held = step.source.local_shape(step.mesh.coords(rank))
+    own = sum(_joining(t, held) for t in transfers(step, rank, incoming=False) if t.peer == rank)
     gives = [t for t in transfers(step, rank, incoming=False) if t.peer != rank]
     takes = [t for t in transfers(step, rank, incoming=True) if t.peer != rank]
     packed = sum(t.numel for t in gives)
     copies = sum(t.numel for t in gives if not _run(t, held))
-    return Moved(size, item * (packed + copies + sum(t.numel for t in takes)))
+    return Moved(size, item * (packed + copies + own + sum(t.numel for t in takes)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fourfold.oracle.saving import Share
-from fourfold.oracle.strides import contiguous, is_contiguous, is_dense, viewed
+from fourfold.oracle.strides import contiguous, dense_like, is_contiguous, is_dense, viewed
 
 _PERMUTES = ("permute", "transpose", "t", "numpy_T", "mT", "swapaxes", "adjoint", "matrix_H", "movedim")
 _SAME = ("alias", "detach", "lift_fresh")
@@ -54,10 +55,9 @@ def results(share: Share, operands: Sequence[Strided], over: bool) -> list[Strid
 
 
 def _fresh(share: Share, first: Strided, shape: tuple[int, ...]) -> Strided:
-    """New memory: elementwise ops keep their input's order, attention has heads inside positions."""
-    if share.step.nest.kernel == "attention" and len(shape) == 4:
-        _, h, t, d = shape
-        return Strided(shape, (t * h * d, d, h * d, 1))
+    """New memory: elementwise ops keep their input's order, and so does attention unless torch writes it out."""
+    if share.step.nest.kernel == "attention" and not share.step.nest.detail["dropout"]:
+        return Strided(shape, dense_like(shape, first.strides))
     pointwise = share.step.nest.kernel == "plain" and share.step.op.pointwise
     if pointwise and shape == first.shape and is_dense(shape, first.strides):
         return Strided(shape, first.strides)
@@ -114,3 +114,13 @@ def passes(share: Share, k: int) -> bool:
     if name in ("add", "sub"):
         return share.operands[k] == share.results[0] and (name == "add" or k == 0) and len(share.step.op.kwargs) == 0
     return name in _PASSING
+
+
+def strided(share: Share, k: int) -> bool:
+    """Whether a gradient that is passed on lies otherwise than operand k: a leaf takes a copy of it then."""
+    name = _name(share)
+    if name in ("cat", "concat", "stack"):
+        op = share.step.op
+        dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+        return len(share.operands) > 1 and math.prod(share.results[0][: dim % len(share.results[0])]) > 1
+    return name in _PERMUTES or name == "sum"

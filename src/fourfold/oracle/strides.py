@@ -32,6 +32,16 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def dense_like(shape: Shape, strides: Shape) -> Shape:
+    """Strides of new memory whose dims lie in the order of another tensor's."""
+    order = sorted(range(len(shape)), key=lambda d: (strides[d], -d))
+    out, step = [0] * len(shape), 1
+    for d in order:
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
 def viewed(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     """The strides of a tensor under another shape, or None where the elements must be copied."""
     if is_contiguous(shape, strides):
