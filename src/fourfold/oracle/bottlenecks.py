@@ -17,7 +17,7 @@ from fourfold.oracle.finding import (
     Finding,
     layer_of,
 )
-from fourfold.oracle.items import Category, Item, total
+from fourfold.oracle.items import CATEGORIES, Category, Item
 from fourfold.oracle.meeting import groups_along
 from fourfold.oracle.prices import Prices
 from fourfold.plans.pipeline import Part
@@ -36,9 +36,10 @@ def bottlenecks(case: Case) -> Iterator[Finding]:
 
 def gradient_exchange(case: Case) -> Iterator[Finding]:
     """Sums of gradients, and weights gathered under ZeRO-3."""
-    layers = _layers(case, "gradient_exchange", "F", "B")
+    layers: Layers = {}
     for part in case.parts:
-        _add_sums(case, part, layers)
+        for layer, (seconds, size) in _gradients(case, part).items():
+            layers[layer, part.index] = seconds, size
     yield from _exchange(
         case, "gradient_exchange", "gradient-exchange", "gradient exchange", layers,
         "give each rank more examples, divide the large weights (filter, splitbrain) or use fewer replicas",
@@ -47,7 +48,7 @@ def gradient_exchange(case: Case) -> Iterator[Finding]:
 
 def layer_exchange(case: Case) -> Iterator[Finding]:
     """Activations gathered and summed between layers: what filter and channel splits pay, O(B sum |y|)."""
-    layers = _layers(case, "layer_exchange", "F", "B")
+    layers = _layers(case, "layer_exchange")
     norms = sum(seconds for (layer, _), (seconds, _) in layers.items() if layer.endswith(STATISTICS_LABEL))
     remedy = "keep the axis within a node, make it shorter, or split these layers by batch"
     if 2 * norms > sum(seconds for seconds, _ in layers.values()):
@@ -58,7 +59,7 @@ def layer_exchange(case: Case) -> Iterator[Finding]:
 def halo(case: Case) -> Iterator[Finding]:
     """Border rows sent from rank to rank."""
     yield from _exchange(
-        case, "halo", "halo-exchange", "point-to-point exchange of halos", _layers(case, "halo", "F", "B"),
+        case, "halo", "halo-exchange", "point-to-point exchange of halos", _layers(case, "halo"),
         "use fewer ranks on the domain, keep them within a node, or split another dim",
     )  # fmt: skip
 
@@ -81,64 +82,75 @@ def _exchange(case: Case, term: Category, name: str, what: str, layers: Layers, 
     )
 
 
-def _layers(case: Case, term: Category, *kinds: str) -> Layers:
+def _layers(case: Case, term: Category) -> Layers:
     out: Layers = {}
     for part in case.parts:
-        for item in case.items(part, *kinds):
-            if item.category == term and item.meets:
+        for item, times in case.items(part):
+            if item.category == term:
                 key = layer_of(part, item.label), part.index
                 seconds, size = out.get(key, (0.0, 0.0))
-                out[key] = seconds + case.microbatches * item.seconds, size + case.microbatches * item.size
+                out[key] = seconds + times * item.seconds, size + times * item.size * item.meets
     return out
 
 
-def _add_sums(case: Case, part: Part, layers: Layers) -> None:
-    """The sums after backward, told apart by parameter in proportion to bytes."""
-    program = part.program
-    coords = program.mesh.coords(0)
-    for item in case.items(part, "sums"):
-        names = [name for name, axes in program.reductions.items() if axes == item.axes]
-        numel = {name: math.prod(program.stored[name].local_shape(coords)) for name in names}
-        every = sum(numel.values()) or 1
-        for name in names:
-            share = numel[name] / every
-            layers[layer_of(part, name), part.index] = share * item.seconds, share * item.size
+def _gradients(case: Case, part: Part) -> dict[str, tuple[float, float]]:
+    """By parameter: items that carry one, and those that carry many, told apart in proportion to bytes."""
+    items = [(item, times) for item, times in case.items(part) if item.category == "gradient_exchange"]
+    carried = {axes: _carried(part, axes) for axes in {item.axes for item, _ in items}}
+    out: dict[str, tuple[float, float]] = {}
+    for item, times in items:
+        one = item.label in part.graph.values
+        for name, share in {item.label: 1.0}.items() if one else carried[item.axes].items():
+            seconds, size = out.get(name, (0.0, 0.0))
+            out[name] = seconds + share * times * item.seconds, size + share * times * item.size * item.meets
+    return {layer_of(part, name): found for name, found in out.items()}
+
+
+def _carried(part: Part, axes: tuple[str, ...]) -> dict[str, float]:
+    """The parameters whose gradients are summed over these axes, or that are gathered over them: shares of their bytes."""
+    program, coords = part.program, part.program.mesh.coords(0)
+    summed = [name for name, over in program.reductions.items() if over == axes]
+    moves = [m for m in program.moves() if m.kind == "parameter" and m.source in program.stored]
+    names = summed + [m.source for m in moves if any(step.axes == axes for step in m.exchange.steps)]
+    numel = {name: math.prod(program.stored[name].local_shape(coords)) for name in names}
+    every = sum(numel.values()) or 1
+    return {name: count / every for name, count in numel.items()}
 
 
 def congestion(case: Case) -> Iterator[Finding]:
     """Groups of one exchange that share links: what each would take if it were alone, and what it takes."""
-    worst: tuple[float, Part, tuple[str, ...], float, int] | None = None
+    shown = {term: case.shown(term) for term in CATEGORIES}
+    found = []
     for part in case.parts:
         for axes, items in _by_axes(case, part).items():
             groups = groups_along(part.stage.mesh, part.stage.ranks, axes)
             if len(groups) > 1:
-                alone = sum(_cost(case.prices, item, groups[:1]) * times for item, times in items)
-                taken = sum(item.seconds * times for item, times in items)
-                if worst is None or taken - alone > worst[0]:
-                    worst = taken - alone, part, axes, taken / alone if alone else 1.0, len(groups)
+                alone = [_cost(case.prices, item, groups[:1]) for item, _ in items]
+                lost = [(i.seconds - one) * times * shown[i.category] for (i, times), one in zip(items, alone, strict=True)]
+                factor = sum(item.seconds for item, _ in items) / (sum(alone) or 1.0)
+                found.append((sum(lost), part.index, " and ".join(axes), factor, len(groups)))
+    worst = max(found, default=None)
     if worst is None or worst[0] < CONGESTION_SHARE * case.step:
         return
-    lost, part, axes, factor, count = worst
-    along = " and ".join(axes)
+    lost_seconds, stage, along, times_longer, count = worst
+    share = lost_seconds / case.step
     yield Finding(
         name="network-congestion",
         kind="bottleneck",
-        where=f"axis {along}" + (f" of stage {part.index}" if len(case.parts) > 1 else ""),
-        text=f"{count} groups along {along} communicate at once and share links: their exchanges take {factor:.1f} times what "
-        f"one alone would, {seconds_text(lost)} of {seconds_text(case.step)} ({lost / case.step:.0%}) more; put the axis with "
-        "most traffic within a node, or make it shorter",
-        numbers={"seconds": lost, "share": lost / case.step, "factor": factor, "groups": float(count)},
+        where=f"axis {along}" + (f" of stage {stage}" if len(case.parts) > 1 else ""),
+        text=f"{count} groups along {along} communicate at once and share links: their exchanges take {times_longer:.1f} times "
+        f"what one alone would, {seconds_text(lost_seconds)} of {seconds_text(case.step)} ({share:.0%}) more; put the axis "
+        "with most traffic within a node, or make it shorter",
+        numbers={"seconds": lost_seconds, "share": share, "factor": times_longer, "groups": float(count)},
     )
 
 
 def _by_axes(case: Case, part: Part) -> dict[tuple[str, ...], list[tuple[Item, int]]]:
     """The exchanges of a stage by the axes of their groups, and how often a step does each."""
     out: dict[tuple[str, ...], list[tuple[Item, int]]] = {}
-    for item in case.items(part, "F", "B"):
+    for item, times in case.items(part):
         if item.meets:
-            out.setdefault(item.axes, []).append((item, case.microbatches))
-    for item in case.items(part, "sums"):
-        out.setdefault(item.axes, []).append((item, 1))
+            out.setdefault(item.axes, []).append((item, times))
     return out
 
 
@@ -178,7 +190,7 @@ def imbalance(case: Case) -> Iterator[Finding]:
         return
     stages = [part for part in case.parts if part.stage.ranks == slowest]
     names = f"stage{'s' if len(stages) > 1 else ''} {', '.join(str(part.index) for part in stages)}"
-    heavy = max(((i, p) for p in stages for i in case.items(p, "F", "B")), key=lambda pair: pair[0].seconds)
+    heavy = max(((item, part) for part in stages for item, _ in case.items(part)), key=lambda pair: pair[0].seconds)
     yield Finding(
         name="workload-imbalance",
         kind="bottleneck",
@@ -208,5 +220,5 @@ def bubble(case: Case) -> Iterator[Finding]:
 
 
 def compute_seconds(case: Case, part: Part) -> float:
-    """Seconds of one micro-batch's kernels on a stage, both ways."""
-    return total(item for item in case.items(part, "F", "B") if item.category == "compute")
+    """Seconds of a step's kernels on a stage, both ways."""
+    return sum(item.seconds * times for item, times in case.items(part) if item.category == "compute")

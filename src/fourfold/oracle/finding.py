@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.oracle.estimate import Estimate
-from fourfold.oracle.items import Item
+from fourfold.oracle.items import Category, Item
 from fourfold.oracle.memory import Memory
 from fourfold.oracle.prices import Prices
 from fourfold.plans.pipeline import Part, Pipeline
@@ -72,9 +72,15 @@ class Case:
     def microbatches(self) -> int:
         return self.pipeline.plan.microbatches
 
-    def items(self, part: Part, *kinds: str) -> list[Item]:
-        """The items of a stage: of its first forward (F), backward (B), and of the sums after the last (sums)."""
-        return [item for kind in kinds for item in self.estimate.items[part.index, kind]]
+    def items(self, part: Part) -> list[tuple[Item, int]]:
+        """The items of a stage, and how often a step does each."""
+        often = {"F": self.microbatches, "B": self.microbatches, "sums": 1}
+        return [(item, times) for kind, times in often.items() for item in self.estimate.items[part.index, kind]]
+
+    def shown(self, term: Category) -> float:
+        """The part of a kind of exchange that the step waits for: what travels beside compute is not."""
+        sent = sum(item.seconds * times for part in self.parts for item, times in self.items(part) if item.category == term)
+        return min(self.estimate.breakdown[term] / sent, 1.0) if sent else 0.0
 
     def stage(self, part: Part) -> str:
         return f"stage {part.index}" if len(self.parts) > 1 else "each rank"

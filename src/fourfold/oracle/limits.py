@@ -214,7 +214,7 @@ def _shrinking(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]
 
 
 def _replicated(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]:
-    wasted = sum(one.repeated for _, one in some)
+    wasted = case.microbatches * sum(one.repeated for _, one in some)
     whole = sum(compute_seconds(case, part) for part in case.parts)
     if not whole or wasted < REPLICATED_SHARE * whole:
         return
