@@ -23,9 +23,9 @@ from torch import Tensor
 from fourfold.cluster.local import usable_cores
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
+from fourfold.oracle.alike import alike
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.prices import KernelTime
-from fourfold.oracle.stage import kinds_of_ranks
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.program import Compute, Repeat
@@ -60,7 +60,7 @@ def samples(pipeline: Pipeline, dtypes: Mapping[str, str], known: Iterable[str] 
     seen = set(known)
     for part in pipeline.parts:
         for program in part.programs.values():
-            members = [ranks[0] for ranks in kinds_of_ranks(program).values()]
+            members = [some[0] for some in alike(program.mesh, [program])]
             steps = [s for step in program.steps for s in (step.bodies[0] if isinstance(step, Repeat) else (step,))]
             for step in (s for s in steps if isinstance(s, Compute)):
                 for member in members:

@@ -1,52 +1,39 @@
-"""Ranks whose shards have the same sizes: what is true of one is true of all."""
+"""Ranks whose shards have the same sizes: what is true of one is true of all, so that one of them stands for the others.
+
+Most divisions give every rank as much, and say nothing; the others put ranks apart by the size of their part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fourfold.plans.layout import Layout, Own
-from fourfold.plans.mesh import Coords
-from fourfold.plans.pipeline import Pipeline
-from fourfold.plans.program import Program
+from fourfold.plans.mesh import Mesh
+from fourfold.plans.program import Compute, Program, Repeat
 
 
-def alike(pipeline: Pipeline) -> list[tuple[int, ...]]:
-    """The ranks of each place in sets whose shards have the same sizes."""
-    out: list[tuple[int, ...]] = []
-    for place in pipeline.places:
-        parts = [part for part in pipeline.parts if part.stage.ranks == place]
-        sizes = [_sizes(program) for part in parts for program in part.programs.values()]
-        found: dict[tuple[object, ...], list[int]] = {}
-        for index, rank in enumerate(place):
-            coords = parts[0].stage.mesh.coords(index)
-            found.setdefault(tuple(_at(coords, own) for known in sizes for own in known), []).append(rank)
-        out += [tuple(ranks) for ranks in found.values()]
-    return out
-
-
-Division = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-"""Axes and extents that divide some dim, and the sizes of the parts."""
-
-
-def _sizes(program: Program) -> list[Division]:
-    """The distinct divisions of dims in a program."""
-    owns: dict[Own, None] = {}
-    for layout in _layouts(program):
-        owns.update(dict.fromkeys(own for own in layout.dims if own.axes))
-    return list(dict.fromkeys((own.axes, own.extents, tuple(map(len, own.sets))) for own in owns))
+def alike(mesh: Mesh, programs: Iterable[Program]) -> list[tuple[int, ...]]:
+    """The members of a mesh in sets whose shards have the same sizes in all these programs, in the order of their firsts."""
+    owns = dict.fromkeys(own for program in programs for layout in _layouts(program) for own in layout.dims)
+    divisions = dict.fromkeys((own.axes, own.counts) for own in owns if len(set(own.counts)) > 1)
+    places = {axes: _places(mesh, axes) for axes, _ in divisions}
+    found: dict[tuple[int, ...], list[int]] = {}
+    for member in range(mesh.size):
+        found.setdefault(tuple(counts[places[axes][member]] for axes, counts in divisions), []).append(member)
+    return list(map(tuple, found.values()))
 
 
 def _layouts(program: Program) -> Iterator[Layout]:
     yield from (*program.stored.values(), *program.updates.values())
-    for compute in program.computes():
-        yield from (*compute.needs, *compute.gives)
-    for move in program.moves():
-        yield from (move.exchange.source, move.exchange.target)
+    for step in program.steps:
+        for inner in (s for body in step.bodies for s in body) if isinstance(step, Repeat) else (step,):
+            if isinstance(inner, Compute):
+                yield from (*inner.needs, *inner.gives)
+            else:
+                yield from (inner.exchange.source, inner.exchange.target)
 
 
-def _at(coords: Coords, division: Division) -> int:
-    axes, extents, sizes = division
-    flat = 0
-    for axis, extent in zip(axes, extents, strict=True):
-        flat = flat * extent + coords[axis]
-    return sizes[flat]
+def _places(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
+    """Which part of a division along some axes each member has."""
+    own = Own(axes, tuple(mesh.extent(axis) for axis in axes), ())
+    return [own.place(mesh.coords(member)) for member in range(mesh.size)]

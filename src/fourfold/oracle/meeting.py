@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.graph import Graph
 from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle.collectives import Cost
 from fourfold.oracle.items import Category, Item
 from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
-from fourfold.plans.exchange import Exchange, Step, transfers
+from fourfold.plans.exchange import Exchange, Step
 from fourfold.plans.mesh import Mesh
 
 CATEGORY_OF: dict[str, Category] = {
@@ -29,6 +30,8 @@ class Meeting:
     members: Sequence[int]
     graph: Graph
     dtypes: Mapping[str, str]
+    _groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
+    _costs: dict[tuple[str, tuple[str, ...], float], Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def item(self, value: str) -> int:
         """Bytes of an element."""
@@ -67,21 +70,29 @@ class Meeting:
         self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = ""
     ) -> Item:
         """A collective; `gradients` is the sum of gradients after backward."""
-        groups = self.groups(axes)
-        cost = self.prices.gradient_sum(groups, size) if kind == "gradients" else self.prices.collective(kind, groups, size)
+        cost = self._cost(kind, axes, size)
         source = "measured" if cost.measured else "roofline"
         spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
         return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source,
                     pattern=kind, axes=axes, size=size, starts=starts)  # fmt: skip
 
+    def _cost(self, kind: Any, axes: tuple[str, ...], size: float) -> Cost:
+        """Layers repeat, and so do their exchanges: each is priced once."""
+        if (kind, axes, size) not in self._costs:
+            groups, prices = self.groups(axes), self.prices
+            cost = prices.gradient_sum(groups, size) if kind == "gradients" else prices.collective(kind, groups, size)
+            self._costs[kind, axes, size] = cost
+        return self._costs[kind, axes, size]
+
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The ranks of all groups along the axes."""
-        return groups_along(self.mesh, self.ranks, axes)
+        if axes not in self._groups:
+            self._groups[axes] = groups_along(self.mesh, self.ranks, axes)
+        return self._groups[axes]
 
 
 def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    found = dict.fromkeys(mesh.group(member, axes) for member in range(mesh.size))
-    return tuple(tuple(ranks[m] for m in group) for group in found)
+    return tuple(tuple(ranks[member] for member in group) for group in mesh.groups(axes))
 
 
 def step_bytes(step: Step, member: int, item: int) -> float:
@@ -93,4 +104,4 @@ def step_bytes(step: Step, member: int, item: int) -> float:
 
 
 def _given(step: Step, member: int, item: int) -> float:
-    return float(item * sum(t.numel for t in transfers(step, member, incoming=False) if t.peer != member))
+    return float(item * step.given(member))

@@ -10,6 +10,7 @@ flat buffers they are sent from are taken to be there together until the last ba
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.oracle.alike import alike
@@ -37,7 +38,17 @@ class Memory:
 
 def memory(pipeline: Pipeline, *, optimizer: str = "sgd", machine: Machine = CPU) -> Memory:
     """The predicted peak of each rank in one training step."""
-    return Memory(peaks=tuple(RankReplay(pipeline, ranks[0], optimizer, machine).peak(ranks) for ranks in alike(pipeline)))
+    peaks = (RankReplay(pipeline, ranks[0], optimizer, machine).peak(ranks) for ranks in _kinds(pipeline))
+    return Memory(peaks=tuple(peaks))
+
+
+def _kinds(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
+    """The ranks of each place in sets whose shards have the same sizes in all its stages."""
+    for place in pipeline.places:
+        parts = [part for part in pipeline.parts if part.stage.ranks == place]
+        programs = [program for part in parts for program in part.programs.values()]
+        for members in alike(parts[0].stage.mesh, programs):
+            yield tuple(place[member] for member in members)
 
 
 __all__ = ["CPU", "CUDA", "Machine", "Memory", "Peak", "memory"]

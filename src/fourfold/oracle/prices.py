@@ -89,8 +89,8 @@ class Prices:
 
     def together(self, groups: tuple[tuple[int, ...], ...]) -> bool:
         """Whether every group lies on one node whose processor its ranks share."""
-        nodes = [{self.cluster.node(rank) for rank in group} for group in groups]
-        return all(len(found) == 1 for found in nodes) and all(self.cluster.device(g[0]).kind == "cpu" for g in groups)
+        node, device = self.cluster.node, self.cluster.device  # a node's ranks follow each other
+        return all(device(group[0]).kind == "cpu" and node(min(group)) == node(max(group)) for group in groups)
 
     def share(self, rank: int) -> float:
         """The part of its device a rank computes with: on a processor, its threads; taking turns on cores is the replay's."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from fourfold.graph import Graph
+from fourfold.oracle.alike import alike
 from fourfold.oracle.gathers import Gathers
 from fourfold.oracle.items import Item
 from fourfold.oracle.kernels import Kernel, kernel_of
@@ -19,7 +20,7 @@ from fourfold.oracle.meeting import Meeting
 from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
 from fourfold.plans.buckets import Gradient, buckets
 from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import order_of_use
 from fourfold.plans.pipeline import Part
 from fourfold.plans.program import Compute, Move, Program, Repeat
@@ -27,19 +28,6 @@ from fourfold.plans.program import Step as AnyStep
 
 BUCKET = "bucket"  # how messages with sums of gradients are called
 STATISTICS = 2  # numbers per statistic that a norm exchanges: mean and variance, or their gradients
-
-
-def kinds_of_ranks(program: Program) -> dict[tuple[int, ...], list[int]]:
-    """Members of the mesh by the sizes of all their shards."""
-    owns: dict[Own, None] = {}
-    for step in _flat(program):
-        layouts = (*step.needs, *step.gives) if isinstance(step, Compute) else (step.exchange.source, step.exchange.target)
-        owns.update((own, None) for layout in layouts for own in layout.dims if own.axes)
-    out: dict[tuple[int, ...], list[int]] = {}
-    for member in range(program.mesh.size):
-        coords = program.mesh.coords(member)
-        out.setdefault(tuple(len(own.at(coords)) for own in owns), []).append(member)
-    return out
 
 
 def _flat(program: Program) -> Iterator[Compute | Move]:
@@ -55,7 +43,7 @@ class StagePrices:
         self.part, self.prices, self.live, self.dtypes = part, prices, live, dtypes
         self.program, self.mesh, self.ranks = part.programs[size], part.stage.mesh, part.stage.ranks
         self.graph: Graph = self.program.graph
-        self.members = [members[0] for members in kinds_of_ranks(self.program).values()]
+        self.members = [members[0] for members in alike(self.mesh, [self.program])]
         self.gradients = dict.fromkeys(live, True)
         self.meeting = Meeting(
             prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes

@@ -98,12 +98,12 @@ class Plan:
         _check_ranks(self.stages)
         check(self.timetable)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Stage, ...]:
         """The stages; without any, one of all ranks."""
         return self.stages or (Stage(first="", ranks=tuple(range(self.mesh.size)), mesh=self.mesh),)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many ranks run the plan."""
         return 1 + max(rank for stage in self.parts for rank in stage.ranks)
