@@ -15,6 +15,8 @@ import pytest
 from fourfold.cli.door import run
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
+SIMULATE = ["simulate", SMALL, "--cluster", "abci"]
+ONE = [*SIMULATE, "--devices", "2", "--strategy", "data"]
 FACTORIES = '''
 import torch
 from torch import nn
@@ -155,7 +157,23 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (["train", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "0"], "--steps 0; use at least 1"),
         (["train", SMALL, "--plan", "no/such/plan.json"], "cannot read plan no/such/plan.json"),
         (["verify", SMALL, "--strategy", "grid:pr=3", "--ranks", "4"], "4 ranks cannot be cut into groups of 3"),
-        (["simulate", SMALL], "No such command 'simulate'"),
+        (["simulat", SMALL], "No such command 'simulat'"),
+        (["plan", SMALL, "--strategy", "data", "--devices", "2", "--cluster", "abcj"], "unknown cluster 'abcj'; did you mean"),
+        (["plan", SMALL, "--strategy", "data", "--devices", "2", "--precision", "fp16"], "unknown precision 'fp16'"),
+        (["plan", SMALL, "--strategy", "data", "--devices", "2", "--optimizer", "adam"], "did you mean 'adamw'?"),
+        (["plan", SMALL, "--strategy", "data", "--devices", "2", "--trace", "no/such/t.json"], "cannot write no/such/t.json"),
+        ([*SIMULATE, "--devices", "1,x"], "--devices 1,x: 'x' is no number of devices; write them as 1,2,4"),
+        ([*SIMULATE, "--devices", "0,2"], "--devices 0,2: '0' is no number of devices"),
+        ([*SIMULATE, "--devices", ""], "'' is no number of devices"),
+        ([*SIMULATE, "--devices", "1,9999"], "has 4352 devices, 9999 are asked for; ask for fewer or describe more nodes"),
+        ([*SIMULATE, "--devices", "2", "--strategy", "filtre"], "unknown strategy 'filtre'; did you mean 'filter'?"),
+        ([*SIMULATE, "--devices", "2", "--precision", "bf16"], "device 'v100' has no rate for bf16"),
+        ([*SIMULATE, "--devices", "2", "--cost-model", "paradel"], "unknown cost model 'paradel'; did you mean 'paradl'?"),
+        ([*SIMULATE, "--devices", "2", "--trace", "t.json"], "--trace shows one step, 14 are asked for"),
+        ([*ONE, "--trace", "no/such/t.json"], "cannot write no/such/t.json: there is no folder no/such"),
+        ([*ONE, "--trace", "."], "cannot write .: it is a folder"),
+        ([*ONE, "--trace", "t.json", "--cost-model", "paradl"], "paradl's formulas do not give; leave --cost-model out"),
+        ([*ONE, "--samples", "0"], "--samples 0; an epoch has at least 1"),
         (["plan", SMALL, "--stratgy", "data"], "--stratgy"),
         (["plan", SMALL, "--strategy", "data"], "--devices"),
     ],

@@ -123,13 +123,13 @@ def test_plan_gives_one_candidate_and_writes_it(record: Callable[..., dict[str, 
     file = tmp_path / "plan.json"
     found = record("plan", SMALL, "--strategy", "grid:pr=2,pc=2", "--devices", "4", "--batch", "8", "-o", file)
     assert found.keys() >= {"model", "cluster", "devices", "batch", "search_seconds", "best", "candidates"}
-    assert (found["devices"], found["batch"], found["best"], found["cluster"]) == (4, 8, 0, None)
+    assert (found["devices"], found["batch"], found["best"], found["cluster"]) == (4, 8, 0, "local")
     (candidate,) = found["candidates"]
     assert candidate["mesh"] == {"data": 2, "model": 2}
     assert candidate["feasible"] is True
     assert candidate["stages"][0]["ranks"] == [0, 1, 2, 3]
-    unknown = ("step_seconds", "interval_seconds", "breakdown", "peak_bytes", "capacity_bytes", "schedule")
-    assert [candidate[key] for key in unknown] == [None] * len(unknown)
+    assert candidate["schedule"] is None
+    assert candidate["step_seconds"] > 0
     plan = load_plan(file)
     assert (plan.batch, dict(plan.mesh.axes), plan.strategy) == (8, candidate["mesh"], "grid:pr=2,pc=2")
 

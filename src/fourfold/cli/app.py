@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,8 +24,9 @@ from fourfold.cli.options import (
     asked,
     chosen,
 )
+from fourfold.cli.plan import plan
+from fourfold.cli.simulate import simulate
 from fourfold.cli.voice import Voice
-from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
     from fourfold.plans import Options, Plan
@@ -104,43 +103,8 @@ def inspect(
     voice.answer(survey_record(found, model=model), lambda: survey_text(found, model=model))
 
 
-@app.command()
-def plan(
-    model: Model,
-    devices: Annotated[int, typer.Option("--devices", help="How many ranks to plan for.")],
-    strategy: Strategy = None,
-    batch: Batch = None,
-    stages: Stages = None,
-    microbatches: Microbatches = None,
-    schedule: Schedule = None,
-    recompute: Recompute = None,
-    zero: Zero = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """How a named strategy splits a model; `-o` writes the plan."""
-    voice = Voice(json=as_json)
-    if strategy is None:
-        raise InvalidInput("name a --strategy, as data, filter or spatial; the planner that finds one does not exist yet")
-    with voice.working(f"capturing {model}") as say:
-        from fourfold.plans import pipeline, save_plan
-        from fourfold.plans.strategies import parse
-        from fourfold.report.record import plan_record
-        from fourfold.report.text import plan_text
-        from fourfold.runtime.subject import subject
-
-        parse(strategy)
-        options = asked(stages, microbatches, schedule, recompute, zero)
-        seen = subject(model, batch=batch, data=False)
-        say(f"planning {strategy}")
-        begun = time.perf_counter()
-        made = seen.plan(strategy, ranks=devices, options=options)
-        program = pipeline(seen.graph, made)
-        seconds = time.perf_counter() - begun
-        if output is not None:
-            _written(lambda: save_plan(made, output), output)
-    file = str(output) if output is not None else None
-    voice.answer(plan_record(made, program, seconds=seconds, file=file), lambda: plan_text(made, program, file=file))
+app.command()(plan)
+app.command()(simulate)
 
 
 @app.command()
@@ -243,10 +207,3 @@ def _prepared(
     made.check(seen.graph)
     check_count(made, team.count)
     return seen, made
-
-
-def _written(write: object, path: Path) -> None:
-    try:
-        write()  # type: ignore[operator]
-    except OSError as error:
-        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error

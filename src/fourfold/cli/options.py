@@ -5,20 +5,25 @@ Nothing heavy is imported here: `--help` must come at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fourfold.errors import InvalidInput
+from fourfold.errors import InvalidInput, nearest
 
 if TYPE_CHECKING:
+    from fourfold.oracle.figures import Setting
     from fourfold.plans import Options, Plan
 
 MODEL = "A built-in name (`fourfold models`), package.module:factory or path/file.py:factory; arguments after commas."
 STRATEGY = "A named strategy, as data, grid:pr=2, splitbrain:k=2 or data+pipeline."
 SCHEDULE = "1f1b-so (the default of pipelines), 1f1b-sno, gpipe or interleaved; only to plan: 1f1b-as, fbp-as."
 RECOMPUTE = "Drop activations and compute them again for backward, in so many segments per stage, as 4; 0: keep all."
+CLUSTER = "A preset (`fourfold clusters`), a TOML file or `local`, this machine."
+COST_MODEL = "fourfold, which replays the program, or paradl, the formulas of that paper."
+TRACE = "Write the predicted step to this file, for chrome://tracing or ui.perfetto.dev."
 ZERO = "1: divide the optimizer's state over ranks that hold the same weights; 3: the weights too; 0: neither."
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
@@ -29,6 +34,10 @@ Strategy = Annotated[str | None, typer.Option("--strategy", help=STRATEGY)]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file, as `fourfold plan -o` writes it.")]
 RankCount = Annotated[int | None, typer.Option("--ranks", help="Local processes; by default the plan's. Not under torchrun.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adamw.")]
+Cluster = Annotated[str | None, typer.Option("--cluster", metavar="CLUSTER", help=CLUSTER)]
+Precision = Annotated[str, typer.Option("--precision", help="fp32, tf32, bf16 (autocast) or fp64.")]
+CostModel = Annotated[str, typer.Option("--cost-model", help=COST_MODEL)]
+Trace = Annotated[Path | None, typer.Option("--trace", help=TRACE)]
 Stages = Annotated[int | None, typer.Option("--stages", help="Cut the layers into so many pipeline stages, as 2.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", help="Cut every batch into so many, as 8.")]
 Schedule = Annotated[str | None, typer.Option("--schedule", help=SCHEDULE)]
@@ -75,3 +84,31 @@ def _check_unsaid(file: Path, plan: Plan, options: Options) -> None:
         value = getattr(options, name)
         if value is not None:
             raise InvalidInput(f"plan {file} says {words}, --{name} is {value}; leave --{name} out or plan again")
+
+
+def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_model: str) -> Setting:
+    """What a plan for so many devices is predicted for; refuses names nobody knows and a cluster that is too small."""
+    from fourfold.cluster import cluster_named
+    from fourfold.cluster.parts import OPTIMIZERS, PRECISIONS
+    from fourfold.oracle.figures import COST_MODELS, Setting
+    from fourfold.oracle.table import known_prices
+
+    if devices < 1:
+        raise InvalidInput(f"{devices} ranks asked for; use at least 1")
+    found = cluster_named(cluster, devices=devices)
+    prices = known_prices(found, one_of("precision", precision, PRECISIONS))
+    for kind, _ in found.runs_in_use():
+        kind.rate(prices.precision)  # refuses what a device does not compute in
+    model = one_of("cost model", cost_model, COST_MODELS)
+    return Setting(prices=prices, optimizer=one_of("optimizer", optimizer, OPTIMIZERS), model=model)
+
+
+Name = TypeVar("Name", bound=str)
+
+
+def one_of(what: str, text: str, known: Sequence[Name]) -> Name:
+    """The text as one of the names there are."""
+    for name in known:
+        if text == name:
+            return name
+    raise InvalidInput(f"unknown {what} '{text}'{nearest(text, known)}; known: {', '.join(known)}")

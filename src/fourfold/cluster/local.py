@@ -16,6 +16,7 @@ CORE_FP32 = 32e9  # FLOP/s: one 8-wide multiply-add a cycle at 2 GHz, half of wh
 CORE_BANDWIDTH = 5e9  # bytes/s
 LOOPBACK_LATENCY = 50e-6
 LOOPBACK_BANDWIDTH = 1e9
+RANKS_A_CORE = 4  # with more of them nobody runs a plan here; it is for another machine
 
 
 def local(ranks: int | None = None) -> Cluster:
@@ -30,6 +31,11 @@ def local(ranks: int | None = None) -> Cluster:
         links=(_loopback(),),
         size=ranks,
     )
+
+
+def suits(ranks: int) -> bool:
+    """Whether so many ranks may well be meant for this machine."""
+    return ranks <= RANKS_A_CORE * usable_cores()
 
 
 def usable_cores() -> int:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fourfold.cluster import Cluster, Precision
 from fourfold.cluster.cache import kernels_file, read_json, write_whole
 from fourfold.errors import InvalidInput
-from fourfold.oracle.prices import KernelTime
+from fourfold.oracle.prices import KernelTime, Prices
 
 FIELDS = ("forward", "backward", "busy", "spread")
 
@@ -23,6 +24,11 @@ def load_kernels(name: str) -> dict[str, KernelTime]:
         return {key: _time(*map(float, row)) for key, row in rows.items()}
     except (TypeError, ValueError, AttributeError):
         raise InvalidInput(f"{path}: is no table of kernels; delete it, it will be measured again") from None
+
+
+def known_prices(cluster: Cluster, precision: Precision) -> Prices:
+    """Prices on a cluster by what is known of it already: its table of kernels, where it names one."""
+    return Prices(cluster=cluster, precision=precision, kernels=load_kernels(cluster.measured.kernels))
 
 
 def add_kernels(name: str, found: Mapping[str, KernelTime]) -> None:

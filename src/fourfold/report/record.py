@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fourfold.plans import Compute, Pipeline, Plan, Program
-from fourfold.report.stages import stage_facts
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
@@ -29,48 +28,6 @@ def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
         "groups": [asdict(group) for group in survey.groups],
         "limits": [asdict(limit) for limit in survey.limits],
         "ops_without_rule": [{"op": path, "target": target} for path, target in survey.without_rule],
-    }
-
-
-def plan_record(plan: Plan, program: Pipeline, *, seconds: float, file: str | None) -> dict[str, Any]:
-    """`plan --json`: one candidate. What the oracle would say of it is null."""
-    stages = [
-        {
-            "ranks": list(part.stage.ranks),
-            "mesh": dict(part.stage.mesh.axes),
-            "ops": [compute.op.path for compute in part.program.computes()],
-            "peak_bytes": None,
-            **asdict(facts),
-        }
-        for part, facts in zip(program.parts, stage_facts(program), strict=True)
-    ]
-    alike = len({part.stage.mesh for part in program.parts}) == 1
-    candidate = {
-        "strategy": plan.strategy,
-        "mesh": stages[0]["mesh"] if alike else None,
-        "stages": stages,
-        "microbatches": plan.microbatches,
-        "schedule": plan.schedule if len(stages) > 1 else None,
-        "zero": plan.zero,
-        "recompute": [[segment.first, segment.last] for segment in plan.recompute],
-        "step_seconds": None,
-        "interval_seconds": None,
-        "breakdown": None,
-        "peak_bytes": None,
-        "capacity_bytes": None,
-        "feasible": True,
-        "limits": list(plan.notes),
-        **work_record(program),
-    }
-    return {
-        "model": plan.model,
-        "cluster": None,
-        "devices": plan.size,
-        "batch": plan.batch,
-        "search_seconds": seconds,
-        "best": 0,
-        "candidates": [candidate],
-        "file": file,
     }
 
 

@@ -10,10 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.plans import Pipeline, Plan, Program
+from fourfold.plans import Pipeline, Plan
 from fourfold.plans.strategies import LIGHT
 from fourfold.report.record import whole_ops
-from fourfold.report.stages import options_text, ranks_text, schedule_lines, stage_facts
+from fourfold.report.stages import options_text
 from fourfold.report.survey import Limit, Survey
 from fourfold.units import bytes_text, count_text, flops_text, seconds_text
 
@@ -104,65 +104,9 @@ def _head(plan: Plan, model: str, *rest: str) -> RenderableType:
     return Text(f"{first}, {second}" if len(first) + 2 + len(second) <= WIDTH else f"{first},\n{second}")
 
 
-def plan_text(plan: Plan, program: Pipeline, *, file: str | None) -> RenderableType:
-    """`plan`: the mesh, stages and schedule, the splits layer by layer, what stays whole."""
-    axes = _axes(program)
-    parts = [_head(plan, plan.model, f"batch {plan.batch}", options_text(plan), f"graph {plan.graph}")]
-    if plan.stages:
-        parts += [_stage_table(program), Text("Schedule: stage, F or B, micro-batch")]
-        parts += [Text(line, no_wrap=True) for line in schedule_lines(plan, WIDTH)]
-    if axes or not plan.stages:
-        parts.append(_split_table(program, axes))
-    lines = [f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"] if axes else []
-    lines += [f"note: {note}" for note in plan.notes] + ([f"written to {file}"] if file else [])
-    return Group(*parts, *map(Text, lines))
-
-
 def _axes(program: Pipeline) -> list[str]:
     """The axes of more than one rank, of all stages."""
     return list(dict.fromkeys(axis for part in program.parts for axis, size in part.stage.mesh.axes if size > 1))
-
-
-def _stage_table(program: Pipeline) -> Table:
-    """Who has which layers, and what a stage holds and sends."""
-    table = _table("stage>", "ranks", "layers", "FLOPs>", "in flight>", "weights/rank>", "sends/micro-batch>")
-    facts = stage_facts(program)
-    total = sum(fact.flops for fact in facts) or 1
-    for part, fact in zip(program.parts, facts, strict=True):
-        named = [c.op.module or c.op.path for c in part.program.computes() if c.nest.anchor]
-        layers = f"{named[0]} .. {named[-1]}" if len(set(named)) > 1 else "".join(named[:1])
-        share, sent = f"{fact.flops / total:.1%}", _or_none(fact.sent_bytes, bytes_text)
-        weights = _or_none(fact.parameter_bytes, bytes_text)
-        table.add_row(str(part.index), ranks_text(part.stage.ranks), layers, share, str(fact.in_flight), weights, sent)
-    return table
-
-
-def _split_table(program: Pipeline, axes: Sequence[str]) -> Table:
-    """How layers are split, stage by stage."""
-    staged = len(program.parts) > 1
-    table = _table(*(["stage>"] if staged else []), "layers", *axes, "share of FLOPs>")
-    total = sum(c.nest.flops for c in program.computes() if c.nest.anchor) or 1
-    for part in program.parts:
-        for first, last, labels, flops in _runs(part.program, axes):
-            layers = first if first == last else f"{first} .. {last}"
-            table.add_row(*([str(part.index)] if staged else []), layers, *labels, f"{flops / total:.1%}")
-    return table
-
-
-def _runs(program: Program, axes: Sequence[str]) -> list[tuple[str, str, tuple[str, ...], float]]:
-    """Consecutive layers that are split alike: first, last, splits, FLOPs."""
-    anchors = [c for c in program.computes() if c.nest.anchor]
-    out: list[tuple[str, str, tuple[str, ...], float]] = []
-    for compute in anchors:
-        by_axis = compute.labels()
-        labels = tuple(by_axis.get(axis, "") for axis in axes)
-        share = float(compute.nest.flops)
-        if out and out[-1][2] == labels:
-            first, _, _, before = out.pop()
-            out.append((first, compute.op.path, labels, before + share))
-        else:
-            out.append((compute.op.path, compute.op.path, labels, share))
-    return out
 
 
 def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) -> RenderableType:

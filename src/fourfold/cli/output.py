@@ -1,0 +1,49 @@
+"""Files that a command writes besides what it prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from fourfold.oracle.figures import Figures, Setting
+
+
+def check_place(path: Path | None) -> None:
+    """Refuse a file that cannot be written before the work for it is done."""
+    if path is not None and not path.parent.is_dir():
+        raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise InvalidInput(f"cannot write {path}: it is a folder; name a file in it")
+
+
+def check_trace(path: Path | None, setting: Setting | None) -> None:
+    """Refuse a trace where there will be no timeline."""
+    check_place(path)
+    if path is not None and setting is None:
+        raise InvalidInput("--trace needs times, and so many ranks are not for this machine; name a --cluster")
+    if path is not None and setting is not None and setting.model != "fourfold":
+        raise InvalidInput(f"--trace needs a timeline, which {setting.model}'s formulas do not give; leave --cost-model out")
+
+
+def written(write: Callable[[], object], path: Path) -> None:
+    """Write a file by a function, or say in one line why not."""
+    try:
+        write()
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_trace(figures: Figures | None, path: Path | None) -> str | None:
+    """Write the predicted timeline, where there is one; the file it went to."""
+    from fourfold.report.trace import trace_record
+
+    if path is None or figures is None or figures.timeline is None:
+        return None
+    record = trace_record(figures.timeline, places=figures.places)
+    written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
+    return str(path)

@@ -1,0 +1,88 @@
+"""What the oracle says of one plan, for scripts and for a terminal: the step and its terms, the peak, where times come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from fourfold.cluster import Cluster
+from fourfold.cluster.local import ASSUMED
+from fourfold.oracle.figures import Figures, Setting
+from fourfold.report.text import _table
+from fourfold.units import bytes_text, seconds_text
+
+BAR = 30  # columns of a whole step
+SEEN = 0.0005  # of the step: what rounds to 0.0 % has no line
+KNOWN = {"measured": "measured", "fitted": "by fitted curves", "roofline": "by the roofline"}
+
+
+def cost_record(figures: Figures | None) -> dict[str, Any]:
+    """The cost fields of a plan in SI units; nulls where nothing was predicted."""
+    if figures is None:
+        keys = ("step_seconds", "interval_seconds", "breakdown", "peak_bytes", "capacity_bytes", "known_from")
+        return dict.fromkeys(keys)
+    return {
+        "step_seconds": figures.step_seconds,
+        "interval_seconds": list(figures.interval) if figures.interval is not None else None,
+        "breakdown": dict(figures.breakdown),
+        "peak_bytes": figures.peak_bytes,
+        "capacity_bytes": figures.capacity_bytes,
+        "known_from": dict(figures.known_from) or None,
+    }
+
+
+def setting_record(setting: Setting | None) -> dict[str, Any]:
+    """What was predicted for; nulls where nothing was."""
+    if setting is None:
+        return dict.fromkeys(("cluster", "precision", "optimizer", "cost_model"))
+    return {
+        "cluster": setting.cluster.name,
+        "precision": setting.prices.precision,
+        "optimizer": setting.optimizer,
+        "cost_model": setting.model,
+    }
+
+
+def cost_text(figures: Figures, setting: Setting) -> RenderableType:
+    """The step term by term, the peak against what the device holds, and what the times rest on."""
+    step = figures.step_seconds
+    table = _table("predicted", "time>", "share>", "")
+    for term, seconds in figures.breakdown.items():
+        if seconds >= SEEN * step:
+            bar = ProgressBar(total=step, completed=seconds, width=BAR)
+            table.add_row(term.replace("_", " "), seconds_text(seconds), f"{seconds / step:.1%}", bar)
+    table.add_section()
+    between = " to ".join(seconds_text(end) for end in figures.interval or ())
+    table.add_row("a step", seconds_text(step), "", between)
+    share = f"{figures.peak_bytes / figures.capacity_bytes:.1%}"
+    table.add_row("peak of a rank", bytes_text(figures.peak_bytes), share, f"of {bytes_text(figures.capacity_bytes)}")
+    return Group(Text(f"On {setting_words(setting)}"), table, *map(Text, _known(figures)))
+
+
+def setting_words(setting: Setting) -> str:
+    """Where and how, in a line."""
+    by = ", by ParaDL's formulas" if setting.model == "paradl" else ""
+    return f"{cluster_words(setting.cluster)}, {setting.prices.precision}, {setting.optimizer}{by}"
+
+
+def _known(figures: Figures) -> list[str]:
+    return [f"Kernels {known_text(figures)}."] if figures.known_from else []
+
+
+def known_text(figures: Figures) -> str:
+    """Where the times of kernels come from, by their share of the compute."""
+    shares = {source: share for source, share in figures.known_from.items() if round(share, 2)}
+    if len(shares) == 1:
+        return KNOWN[next(iter(shares))]
+    return ", ".join(f"{share:.0%} {KNOWN[source]}" for source, share in shares.items()) or "take no time"
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """`abci (64 v100 on 16 nodes)`; a machine nobody measured says so."""
+    runs = [f"{len(ranks)} {kind.name}" for kind, ranks in cluster.runs_in_use()]
+    nodes = cluster.node(cluster.size - 1) + 1
+    assumed = f", {ASSUMED}" if any(kind.sources.whole == ASSUMED for kind, _ in cluster.runs_in_use()) else ""
+    return f"{cluster.name} ({' and '.join(runs)} on {nodes} node{'' if nodes == 1 else 's'}{assumed})"
