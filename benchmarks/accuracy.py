@@ -34,8 +34,8 @@ from fourfold.runtime.trial import Task
 
 MODELS = {
     "vgg16-cifar": ("vgg16-cifar", 16),
-    "resnet50": ("resnet50,image=64", 16),
-    "unet3d": ("unet3d,size=32,width=16,depth=3", 4),
+    "resnet50": ("resnet50,image=64", 8),
+    "unet3d": ("unet3d,size=32,width=8,depth=3", 4),
     "gpt2": ("gpt2,layers=4,width=256,heads=8,length=128,vocabulary=2000", 8),
     "gnmt": ("gnmt,layers=4,width=256,length=20,vocabulary=2000", 16),
 }

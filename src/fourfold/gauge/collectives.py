@@ -5,7 +5,7 @@ groups that reach across, for every group size that divides the ranks, one group
 
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
 woken. So each repetition computes for a moment first, and what counts is by how much it takes longer, on the slowest rank,
-than the computing alone. A median whose quartiles lie far apart is measured again, a few times.
+than the computing alone. A series whose quartiles lie far apart is measured again, a few times.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
-SIZES = tuple(4.0**k for k in range(4, 14))  # bytes: 256 B to 64 MiB
+SIZES = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
 REPEATS = 15
 LEAST_SECONDS = 0.1
 LEAST = 1e-6  # seconds: what a collective costs at least
+OUTLIERS = 15  # of so many repetitions, one is left out
 STRETCH = 2e-3  # seconds of computing before each repetition
 RESTLESS = 0.25
-AGAIN = 3
+AGAIN = 2
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 SENT = Sources(whole="calibration, from sends between two ranks")
@@ -123,7 +124,7 @@ def _with(cluster: Cluster, found: list[tuple[float, float, float]], request: Re
         sizes=tuple(size for size, _, _ in found),
         seconds=tuple(_rounded(seconds) for _, seconds, _ in found),
         spreads=tuple(_rounded(spread) for _, _, spread in found),
-        source=f"calibration, median of at least {REPEATS} repetitions, torch {torch.__version__}",
+        source=f"calibration, mean of at least {REPEATS} repetitions, torch {torch.__version__}",
     )
     cluster = replace(cluster, measured=Measured(curves=(*cluster.measured.curves, curve)))
     if request.collective != "send":
@@ -146,7 +147,7 @@ def _rounded(number: float) -> float:
 
 
 def measured(request: Request) -> list[tuple[float, float, float]]:
-    """Size, median seconds and spread of a collective at every size; all ranks of the process group must call."""
+    """Size, seconds and spread of a collective at every size; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     stretch = _Stretch(mine is not None)
@@ -162,7 +163,7 @@ def measured(request: Request) -> list[tuple[float, float, float]]:
 
 
 def _calm(run: Callable[[int], Callable[[], Any]], size: int, stretch: _Stretch) -> tuple[float, float]:
-    """Median and quartile distance of the slowest rank; the calmest of a few series."""
+    """Mean and quartile distance of the slowest rank; the calmest of a few series."""
     once, best = run(size), (math.inf, math.inf)
     for _ in range(1 + AGAIN):
         best = min(best, _series(once, stretch), key=lambda pair: pair[1])
@@ -189,7 +190,13 @@ def _series(once: Callable[[], Any], stretch: _Stretch) -> tuple[float, float]:
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     ordered = sorted(slowest.tolist())
     quarter = len(ordered) // 4
-    return max(statistics.median(ordered) - stretch.seconds, LEAST), ordered[-1 - quarter] - ordered[quarter]
+    return max(_mean(ordered) - stretch.seconds, LEAST), ordered[-1 - quarter] - ordered[quarter]
+
+
+def _mean(times: list[float]) -> float:
+    """Without the longest few. No median: where ranks take turns on cores, half of the times may be short and half long, and
+    what counts is their sum."""
+    return statistics.mean(sorted(times)[: len(times) - len(times) // OUTLIERS])
 
 
 class _Stretch:
@@ -197,12 +204,18 @@ class _Stretch:
     make one."""
 
     def __init__(self, busy: bool) -> None:
-        self.matrix = torch.rand(MATRIX // 2, MATRIX // 2)
-        self.times = max(1, round(STRETCH / _seconds(lambda: torch.mm(self.matrix, self.matrix), least=0.01))) if busy else 0
-        self.seconds = _seconds(self)
+        self.matrix, self.times = torch.rand(MATRIX // 2, MATRIX // 2), 1
+        if busy:
+            start = time.perf_counter()
+            for _ in range(REPEATS):
+                self()
+            self.times = max(1, round(STRETCH * REPEATS / (time.perf_counter() - start)))
+        dist.barrier()
+        own = _seconds(self) if busy else None
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.seconds)
-        self.seconds = statistics.median(seconds for seconds in everyone if seconds > STRETCH / 4)
+        dist.all_gather_object(everyone, own)
+        self.times = self.times if busy else 0
+        self.seconds = statistics.mean(seconds for seconds in everyone if seconds is not None)
 
     def __call__(self) -> None:
         for _ in range(self.times):
@@ -270,6 +283,7 @@ def _shared(kind: str, group: Any, mine: tuple[int, ...]) -> Callable[[int], Cal
 def rates() -> dict[str, float]:
     """What one busy rank reaches: multiply-adds, copies, updates."""
     a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    dist.barrier()
     product = _seconds(lambda: torch.mm(a, b))
     source, target = torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
     copy = _seconds(lambda: target.copy_(source))
@@ -282,17 +296,16 @@ def rates() -> dict[str, float]:
     return out
 
 
-def _seconds(once: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """The median on this rank while all do the same; all must call."""
+def _seconds(once: Callable[[], Any]) -> float:
+    """The time on this rank, while others may do the same."""
     once()
-    dist.barrier()
     times: list[float] = []
     begun = time.perf_counter()
-    while len(times) < REPEATS or time.perf_counter() - begun < least:
+    while len(times) < REPEATS or time.perf_counter() - begun < LEAST_SECONDS:
         start = time.perf_counter()
         once()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return _mean(times)
 
 
 def _device_facts(facts: list[dict[str, float]], cores: int) -> dict[str, Any]:
@@ -304,5 +317,5 @@ def _device_facts(facts: list[dict[str, float]], cores: int) -> dict[str, Any]:
         "bandwidth": crowd * middle["bandwidth"] * cores,
         "launch": middle["launch"] / crowd,
         "updates": tuple((name, crowd * middle[f"update_{name}"]) for name in OPTIMIZERS),
-        "sources": Sources(whole="calibration, all ranks busy, median", single=(("rate_fp64", "half of fp32"),)),
+        "sources": Sources(whole="calibration, all ranks busy", single=(("rate_fp64", "half of fp32"),)),
     }

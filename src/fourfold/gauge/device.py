@@ -23,7 +23,7 @@ from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.kernels import Kernel
 from fourfold.runtime.kernels import Local, Randomness, build
 
-CHAINED = 8
+CHAINED = 24
 CHAINED_BYTES = 4e9  # kernels whose chain would take more are chained less
 SERIES = 5
 LONG = 0.05  # seconds: so long a chain is run only three times
@@ -75,21 +75,35 @@ class DeviceKernel:
         self.kernel, self.device, self.autocast = sample.kernel, device, autocast
 
     def timed(self) -> DeviceTime:
-        extra = self._settled()
+        self._once()  # algorithms are chosen
+        extra = self._once()
         size = self.kernel.moved + self.kernel.backward_moved
         count = max(1, min(CHAINED, int(CHAINED_BYTES / max(size, 1.0))))
-        shared = self._operands()
-        forward = self._series(lambda: queued(lambda _: [self._called(shared) for _ in range(count)]), count)
-        backward = self._backward(count) if any(t.requires_grad for t in shared) else [(0.0, 0.0)]
-        both = [f + b for f, b in zip((d for d, _ in forward), (d for d, _ in backward), strict=False)]
+        forward = self._forward(count)
+        backward = self._backward(count) if any(self.kernel.gradients) else [(0.0, 0.0)]
         return DeviceTime(
             forward=statistics.median(d for d, _ in forward),
             backward=statistics.median(d for d, _ in backward),
-            forward_host=statistics.median(h for _, h in forward),
-            backward_host=statistics.median(h for _, h in backward),
-            spread=(max(both) - min(both)) / statistics.median(both) if statistics.median(both) else 0.0,
+            forward_host=min(h for _, h in forward),
+            backward_host=min(h for _, h in backward),
+            spread=max(_spread([d for d, _ in forward]), _spread([d for d, _ in backward])),
             forward_extra=extra[0],
             backward_extra=extra[1],
+        )
+
+    def _forward(self, count: int) -> list[tuple[float, float]]:
+        shared = self._operands()
+        return self._series(lambda: queued(lambda _: self._called([shared] * count)), count)
+
+    def _backward(self, count: int) -> list[tuple[float, float]]:
+        links = [self._operands() for _ in range(count)]
+        ends = [t for link in links for t in link if t.requires_grad]
+        grads = [torch.rand_like(t) for t in self._called(links)]
+        if not grads:
+            return [(0.0, 0.0)]
+        return self._series(
+            lambda: queued(lambda outs: torch.autograd.grad(outs, ends, grads, allow_unused=True), lambda: self._called(links)),
+            count,
         )
 
     def _series(self, once: Callable[[], tuple[float, float]], count: int) -> list[tuple[float, float]]:
@@ -99,43 +113,25 @@ class DeviceKernel:
             found.append((device / count, host / count))
         return found
 
-    def _backward(self, count: int) -> list[tuple[float, float]]:
-        links = [self._operands() for _ in range(count)]
-        ends = [t for link in links for t in link if t.requires_grad]
-        outs = [t for link in links for t in self._called(link) if t.requires_grad]
-        grads = [torch.rand_like(t) for t in outs]
-        if not outs:
-            return [(0.0, 0.0)]
-        del outs
-
-        def called() -> list[Tensor]:
-            return [t for link in links for t in self._called(link) if t.requires_grad]
-
-        return self._series(
-            lambda: queued(lambda outs: torch.autograd.grad(outs, ends, grads, allow_unused=True), called), count
-        )
-
-    def _settled(self) -> tuple[int, int]:
-        """Run until algorithms are chosen; then the bytes forward and backward need for a while."""
-        self._once()
-        return self._once()
-
     def _once(self) -> tuple[int, int]:
+        """Bytes that forward and backward need for a while."""
         operands = self._operands()
         leaves = [t for t in operands if t.requires_grad]
-        forward, found = _grown(lambda: self._called(operands))
-        outs = [t for t in found if t.requires_grad]
+        forward, outs = _grown(lambda: self._called([operands]))
         if not outs or not leaves:
             return forward, 0
         grads = [torch.rand_like(t) for t in outs]
         backward, _ = _grown(lambda: torch.autograd.grad(outs, leaves, grads, allow_unused=True, retain_graph=True))
         return forward, backward
 
-    def _called(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        where = torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
-        with where:
-            result = self.run(*operands)
-        return list(result) if isinstance(result, (tuple, list)) else [result]
+    def _called(self, links: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Forward on each set of operands: the results that have a gradient (all are kept until the last is there)."""
+        out: list[Any] = []
+        with torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            for operands in links:
+                out.append(self.run(*operands))
+        flat = (t for result in out for t in (result if isinstance(result, (tuple, list)) else (result,)))
+        return [t for t in flat if t.requires_grad]
 
     def _operands(self) -> list[Tensor]:
         return [
@@ -147,10 +143,16 @@ class DeviceKernel:
 def sum_seconds(kernel: Kernel, device: torch.device) -> DeviceTime:
     """The time of adding up two gradients."""
     one, other = (made(spec, 1, device) for spec in kernel.operands)
-    found = [queued(lambda _: [torch.add(one, other) for _ in range(2)]) for _ in range(SERIES)]
-    seconds = sorted(d / 2 for d, _ in found)
-    return DeviceTime(forward=statistics.median(seconds), backward=0.0, forward_host=statistics.median(h / 2 for _, h in found),
-                      backward_host=0.0, spread=(seconds[-1] - seconds[0]) / seconds[len(seconds) // 2])  # fmt: skip
+    count = max(1, min(CHAINED, int(CHAINED_BYTES / max(kernel.moved, 1.0))))
+    found = [queued(lambda _: [torch.add(one, other) for _ in range(count)]) for _ in range(SERIES)]
+    seconds = [device / count for device, _ in found]
+    return DeviceTime(forward=statistics.median(seconds), backward=0.0, forward_host=min(host / count for _, host in found),
+                      backward_host=0.0, spread=_spread(seconds))  # fmt: skip
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """How far the times lie apart, relative."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds) if min(seconds) else 0.0
 
 
 def _grown(call: Callable[[], Any]) -> tuple[int, Any]:
