@@ -30,7 +30,7 @@ from fourfold.plans import named, pipeline
 TABLE = Path(__file__).parent / "published" / "paradl_resnet50.csv"
 SAMPLES, PER_GPU, COMPUTE = 1.28e6, 64, 3.1195e-3
 STRATEGIES = {"spatial+data": "data+spatial:space=4", "filter+data": "data+filter:model=4"}
-FEW, MANY = (32, 64), (128, 256)
+GPUS = (32, 64, 128, 256)
 
 
 @cache
@@ -62,21 +62,11 @@ def epoch(strategy: str, gpus: int) -> float:
     return estimate(pipeline(resnet50(), plan), prices(gpus)).step_seconds * SAMPLES / batch
 
 
-def ranking(gpus: int) -> None:
+@pytest.mark.parametrize("gpus", GPUS)
+def test_the_estimate_ranks_strategies_as_they_were_measured(gpus: int) -> None:
     order = [row["strategy"] for row in sorted(rows(), key=lambda row: row["measured_rank"]) if row["gpus"] == gpus]
     times = [epoch(strategy, gpus) for strategy in order]
     assert times == sorted(times), dict(zip(order, times, strict=True))
-
-
-@pytest.mark.parametrize("gpus", FEW)
-def test_the_estimate_ranks_strategies_as_they_were_measured(gpus: int) -> None:
-    ranking(gpus)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus", MANY)
-def test_the_estimate_ranks_hybrids_on_many_gpus_as_they_were_measured(gpus: int) -> None:
-    ranking(gpus)
 
 
 @cache
@@ -118,7 +108,7 @@ def test_communication_of_filter_and_channel_is_reproduced_at_64_and_within_a_fi
 
 
 def test_the_formulas_rank_as_their_printed_projections_do() -> None:
-    for gpus in (*FEW, *MANY):
+    for gpus in GPUS:
         printed = {row["strategy"]: row["paradl_rank"] for row in rows() if row["gpus"] == gpus}
         found = {strategy: projection(strategy, gpus).epoch_seconds(SAMPLES) for strategy in printed}
         distinct = sorted({round(seconds, 6) for seconds in found.values()})
