@@ -28,6 +28,10 @@ def _travels(steps: tuple[Step, ...]) -> bool:
     return len(steps) == 1 and steps[0].pattern != "local"
 
 
+def _homes(bunches: list[list[Move]]) -> dict[Move, int]:
+    return {move: k for k, bunch in enumerate(bunches) for move in bunch}
+
+
 class Gathers:
     """The items of one stage's gathered weights, asked for in the order of its forward and then of its backward."""
 
@@ -38,6 +42,7 @@ class Gathers:
         far = [m for m in moves if m not in self.near]
         self.there = self._bunched(far, [m.exchange.steps[0] for m in far])
         self.back = self._bunched(far, [m.exchange.adjoint.steps[0] for m in far])
+        self.homes, self.returns = _homes(self.there), _homes(self.back)
         self.begin()
 
     def begin(self) -> None:
@@ -53,7 +58,7 @@ class Gathers:
         """Before the first op that reads the weight, with the next bunch; `again`: before its backward, with the one before."""
         if move in self.near:
             return [self._copied(move, 2.0)]
-        k = next(k for k, bunch in enumerate(self.there) if move in bunch)
+        k = self.homes[move]
         word, beside = ("refill", k - 1) if again else ("gather", k + 1)
         out: list[Item] = []
         for number in (k, beside):
@@ -67,7 +72,7 @@ class Gathers:
         if move in self.near:
             count = len(self.meeting.groups(move.exchange.steps[0].axes)[0])
             return [self._copied(move, 2 + 3 * (count - 1) / count)]
-        k = next(k for k, bunch in enumerate(self.back) if move in bunch)
+        k = self.returns[move]
         came = self.came.setdefault(k, set())
         came.add(move)
         if came != set(self.back[k]):

@@ -16,7 +16,7 @@ from fourfold.oracle.results import Strided
 from fourfold.oracle.tape import Env, Machine, Node, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums, bunched, member
 from fourfold.plans.boundary import Side, incoming, outgoing
-from fourfold.plans.exchange import Exchange, transfers
+from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Coords
 from fourfold.plans.pipeline import Part, Pipeline, Task
@@ -180,8 +180,7 @@ class RankReplay:
     def _given(self, stage: _Stage, move: Move) -> int:
         """Bytes of a gathered weight's gradient that this rank leaves for others."""
         (step,), index = move.exchange.adjoint.steps, stage.part.stage.ranks.index(self.rank)
-        count = sum(t.numel for t in transfers(step, index, incoming=False) if t.peer != index)
-        return -(-count * stage.state[move.source].item // 64) * 64
+        return -(-step.given(index) * stage.state[move.source].item // 64) * 64
 
     # --- actions ---
 

@@ -17,7 +17,7 @@ from fourfold.oracle.gathers import Gathers
 from fourfold.oracle.items import Item
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.meeting import Meeting
-from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
+from fourfold.oracle.prices import UNKNOWN_SPREAD, KernelTime, Prices
 from fourfold.plans.buckets import Gradient, buckets
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
@@ -45,6 +45,7 @@ class StagePrices:
         self.graph: Graph = self.program.graph
         self.members = [members[0] for members in alike(self.mesh, [self.program])]
         self.gradients = dict.fromkeys(live, True)
+        self._known: dict[int, list[KernelTime]] = {}  # by the identity of a step of the program
         self.meeting = Meeting(
             prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes
         )
@@ -88,14 +89,19 @@ class StagePrices:
         return [i for move in weights for i in self.gathers.fetch(move, again=True)] + self._compute(step, "backward")
 
     def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
-        times = [self.prices.kernel(self.kernel(step, member), self.ranks[member]) for member in self.members]
-        slowest = max(times, key=lambda t: t.forward if way == "forward" else t.backward)
+        slowest = max(self._times(step), key=lambda t: t.forward if way == "forward" else t.backward)
         seconds = slowest.forward if way == "forward" else slowest.backward
         spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
         out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
                     source=slowest.source)]  # fmt: skip
         joint = step.axes_of("joint")
         return [*out, self._joint(step, joint)] if joint else out
+
+    def _times(self, step: Compute) -> list[KernelTime]:
+        """A step's times on each kind of member, worked out once for its forward and its backwards."""
+        if id(step) not in self._known:
+            self._known[id(step)] = [self.prices.kernel(self.kernel(step, m), self.ranks[m]) for m in self.members]
+        return self._known[id(step)]
 
     def kernel(self, step: Compute, member: int) -> Kernel:
         """A step as one member of the stage runs it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fourfold.oracle.heap import Block, Heap
 from fourfold.plans import buckets
 from fourfold.plans.buckets import SUMS_AHEAD
-from fourfold.plans.exchange import Step, transfers
+from fourfold.plans.exchange import Step
 from fourfold.plans.program import Move
 
 
@@ -37,8 +37,7 @@ def member(move: Move, rank: int, item: int) -> Member:
 
 
 def _message(step: Step, rank: int, item: int) -> int:
-    both = [t for incoming in (True, False) for t in transfers(step, rank, incoming=incoming) if t.peer != rank]
-    return item * sum(t.numel for t in both)
+    return item * (step.received(rank) + step.given(rank))
 
 
 def bunched(members: list[Member]) -> list[list[Member]]:
@@ -46,6 +45,11 @@ def bunched(members: list[Member]) -> list[list[Member]]:
     items = [each.item for each in members]
     groups = buckets.bunched([each.move.exchange.steps[0] for each in members], items, items)
     return [[members[k] for k in group] for group in groups]
+
+
+def homes(bunches: list[list[Member]]) -> dict[Move, int]:
+    """Which bunch each weight is in: the first that has it."""
+    return {each.move: k for k in reversed(range(len(bunches))) for each in bunches[k]}
 
 
 @dataclass
@@ -59,8 +63,11 @@ class Bunches:
     flying: dict[int, Block] = field(default_factory=dict)
     launched: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.homes = homes(self.bunches)
+
     def fetch(self, move: Move, size: int) -> Block:
-        k = next(k for k, some in enumerate(self.bunches) if any(m.move == move for m in some))
+        k = self.homes[move]
         for number in (k, k + self.ahead):
             if 0 <= number < len(self.bunches) and number not in self.launched:
                 self._launch(number)
@@ -90,12 +97,15 @@ class Sums:
     came: dict[Move, Block] = field(default_factory=dict)
     flights: deque[tuple[list[Member], list[Block], Block]] = field(default_factory=deque)
 
+    def __post_init__(self) -> None:
+        self.homes = homes(self.bunches)
+
     def give(self, move: Move, grad: Block) -> None:
         if move in self.came:
             self.heap.drop(grad)
             return
         self.came[move] = grad
-        some = next(some for some in self.bunches if any(m.move == move for m in some))
+        some = self.bunches[self.homes[move]]
         if all(m.move in self.came for m in some):
             self._launch(some)
 
