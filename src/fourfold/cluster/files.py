@@ -57,7 +57,7 @@ def _device(name: str, table: Table) -> Device:
     rates = {precision: q.rate(precision) for precision in PRECISIONS}
     updates = {name: q.update(name) for name in OPTIMIZERS}
     known = [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.ON_CHIP, *rates.values(), *updates.values()]
-    table.check(["kind", "asynchronous", "cores"], known)
+    table.check(["kind", "asynchronous", "cores", "drift"], known)
     given = {precision: table.amount(rate, 0.0) for precision, rate in rates.items()}
     speeds = {name: table.amount(speed, 0.0) for name, speed in updates.items()}
     return Device(
@@ -71,6 +71,7 @@ def _device(name: str, table: Table) -> Device:
         cores=table.whole("cores", 0),
         on_chip=table.amount(q.ON_CHIP, 0.0),
         updates=tuple((name, speed) for name, speed in speeds.items() if speed),
+        drift=table.number("drift", 0),
         sources=table.sources(),
     )
 
@@ -143,7 +144,7 @@ def _device_entries(device: Device) -> dict[str, Any]:
     ]:
         if value:
             data |= _amount(quantity, value)
-    flags = {"asynchronous": device.asynchronous, "cores": device.cores}
+    flags = {"asynchronous": device.asynchronous, "cores": device.cores, "drift": device.drift}
     return data | {key: value for key, value in flags.items() if value} | _source_entries(device.sources)
 
 

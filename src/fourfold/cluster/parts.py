@@ -45,6 +45,7 @@ class Device:
     cores: int = 0
     on_chip: float = 0.0  # bytes next to the arithmetic units, where a stage's weights may stay (FPGA)
     updates: tuple[tuple[str, float], ...] = ()  # optimizer, bytes/s of parameters that one rank updates with it
+    drift: float = 0.0  # how far the same computing strays from one time to another, relative; 0 if not measured
     sources: Sources = Sources()
 
     def __post_init__(self) -> None:
@@ -53,7 +54,8 @@ class Device:
         amounts = {"memory": self.memory, "bandwidth": self.bandwidth, **{f"rate_{p}": rate for p, rate in self.rates},
                    **{f"update_{name}": speed for name, speed in self.updates}}  # fmt: skip
         _check_positive(f"device {self.name!r}", amounts)
-        _check_not_negative(f"device {self.name!r}", {"launch": self.launch, "cores": self.cores, "on_chip": self.on_chip})
+        _check_not_negative(f"device {self.name!r}", {"launch": self.launch, "cores": self.cores, "on_chip": self.on_chip,
+                                                      "drift": self.drift})  # fmt: skip
         if not self.rates:
             raise InvalidInput(f"device {self.name!r} has no rate; give at least rate_fp32")
 

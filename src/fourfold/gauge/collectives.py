@@ -5,7 +5,7 @@ groups that reach across, for every group size that divides the ranks, one group
 
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
 woken. So each repetition computes for a moment first, and what counts is by how much it takes longer, on the slowest rank,
-than the computing alone. A series whose quartiles lie far apart is measured again, a few times.
+than the computing alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,13 +31,14 @@ from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
 SIZES = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
+ROUNDS = 3
 REPEATS = 15
 LEAST_SECONDS = 0.1
+ENOUGH = 0.06  # a series goes on until its time is known so well, relative,
+MOST_SECONDS = 0.5  # but no longer
 LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 15  # of so many repetitions, one is left out
 STRETCH = 2e-3  # seconds of computing before each repetition
-RESTLESS = 0.25
-AGAIN = 2
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 SENT = Sources(whole="calibration, from sends between two ranks")
@@ -75,10 +76,15 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", sizes: tuple[float, ...
     device = replace(device, **_device_facts(facts, device.cores))
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
     cluster = replace(cluster, kinds=(device,), about=told)
+    computing: list[float] = []
     for done, request in enumerate(wanted, start=1):
         words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
         yield Progress(cluster=cluster, done=done, of=of, next=words)
-        cluster = _with(cluster, ranks(measured, request)[request.groups[0][0]], request)
+        found: Found = ranks(measured, request)[request.groups[0][0]]
+        cluster = _with(cluster, found.points, request)
+        if sum(map(len, request.groups)) == ranks.count:
+            computing += found.computing
+            cluster = replace(cluster, kinds=(replace(device, drift=_rounded(drift(computing))),))
     yield Progress(cluster=cluster, done=of, of=of, next="")
 
 
@@ -115,7 +121,15 @@ def _described(hosts: list[str], name: str) -> Cluster:
     return replace(base, name=name, nodes=(run,), links=(*base.links, network))
 
 
-def _with(cluster: Cluster, found: list[tuple[float, float, float]], request: Request) -> Cluster:
+def drift(computing: list[float]) -> float:
+    """How far the same computing strays while all ranks compute: half the distance between its tenth and its ninetieth
+    hundredth, relative to the middle."""
+    ordered = sorted(computing)
+    tenth = len(ordered) // 10
+    return (ordered[-1 - tenth] - ordered[tenth]) / 2 / statistics.median(ordered)
+
+
+def _with(cluster: Cluster, found: Sequence[tuple[float, float, float]], request: Request) -> Cluster:
     curve = Curve(
         collective=request.collective,
         level=request.level,
@@ -146,51 +160,73 @@ def _rounded(number: float) -> float:
 # --- on the ranks ---
 
 
-def measured(request: Request) -> list[tuple[float, float, float]]:
-    """Size, seconds and spread of a collective at every size; all ranks of the process group must call."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A curve's points (bytes, seconds, spread), and how long the same computing took each time, in a unit of its own."""
+
+    points: tuple[tuple[float, float, float], ...]
+    computing: tuple[float, ...]
+
+
+def measured(request: Request) -> Found:
+    """A collective at every size; all ranks of the process group must call. Machines have bad moments of seconds: the sizes
+    are gone through several times, and the middle one of a size's times counts."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     stretch = _Stretch(mine is not None)
-    out = []
     run = _collectives(request, mine, made.get(mine) if mine is not None else None)
-    for size in request.sizes:
-        if request.collective == "shared_gather" and size > CAPACITY:
-            continue
-        seconds, spread = _calm(run, int(size), stretch)
-        there = 0.5 if request.collective == "send" else 1.0
-        out.append((size, there * seconds, there * spread))
-    return out
+    sizes = [size for size in request.sizes if request.collective != "shared_gather" or size <= CAPACITY]
+    series = {size: [_series(run(int(size)), stretch) for _ in range(1)] for size in sizes}
+    for _ in range(ROUNDS - 1):
+        for size in sizes:
+            series[size].append(_series(run(int(size)), stretch))
+    there = 0.5 if request.collective == "send" else 1.0
+    points = tuple((size, *(there * x for x in _middle(found))) for size, found in series.items())
+    computing = tuple(one.computing / max(stretch.times, 1) for found in series.values() for one in found)
+    return Found(points=points, computing=computing)  # type: ignore[arg-type]
 
 
-def _calm(run: Callable[[int], Callable[[], Any]], size: int, stretch: _Stretch) -> tuple[float, float]:
-    """Mean and quartile distance of the slowest rank; the calmest of a few series."""
-    once, best = run(size), (math.inf, math.inf)
-    for _ in range(1 + AGAIN):
-        best = min(best, _series(once, stretch), key=lambda pair: pair[1])
-        if best[1] < RESTLESS * (best[0] + stretch.seconds):
-            break
-    return best
+@dataclass(frozen=True, slots=True)
+class _Times:
+    seconds: float
+    spread: float
+    computing: float
 
 
-def _series(once: Callable[[], Any], stretch: _Stretch) -> tuple[float, float]:
+def _middle(found: list[_Times]) -> tuple[float, float]:
+    return statistics.median(one.seconds for one in found), statistics.median(one.spread for one in found)
+
+
+def _series(once: Callable[[], Any], stretch: _Stretch) -> _Times:
+    """Repetitions of computing alone and of computing and the collective, by turns."""
     once()
     dist.barrier()
-    begun, times = time.perf_counter(), []
+    begun, alone, both = time.perf_counter(), [], []
     more = True
     while more:
         for _ in range(REPEATS):
             start = time.perf_counter()
             stretch()
+            middle = time.perf_counter()
+            stretch()
             once()
-            times.append(time.perf_counter() - start)
-        flag = torch.tensor([float(time.perf_counter() - begun < LEAST_SECONDS)])
+            alone.append(middle - start)
+            both.append(time.perf_counter() - middle)
+        flag = torch.tensor([float(time.perf_counter() - begun < MOST_SECONDS and _uncertainty(both, alone) > ENOUGH)])
         dist.broadcast(flag, 0)
         more = bool(flag.item())
-    slowest = torch.tensor(times, dtype=torch.float64)
+    slowest, mine = torch.tensor(both, dtype=torch.float64), torch.tensor([_mean(alone), 1.0], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    ordered = sorted(slowest.tolist())
+    dist.all_reduce(mine if stretch.times else mine.zero_())
+    ordered, computing = sorted(slowest.tolist()), float(mine[0] / mine[1])
     quarter = len(ordered) // 4
-    return max(_mean(ordered) - stretch.seconds, LEAST), ordered[-1 - quarter] - ordered[quarter]
+    return _Times(max(_mean(ordered) - computing, LEAST), ordered[-1 - quarter] - ordered[quarter], computing)
+
+
+def _uncertainty(both: list[float], alone: list[float]) -> float:
+    """The standard error of the difference of two means, relative to it."""
+    difference = max(statistics.mean(both) - statistics.mean(alone), LEAST)
+    return math.sqrt((statistics.variance(both) + statistics.variance(alone)) / len(both)) / difference
 
 
 def _mean(times: list[float]) -> float:
@@ -200,22 +236,16 @@ def _mean(times: list[float]) -> float:
 
 
 class _Stretch:
-    """A moment of computing on those ranks that communicate, and how long it takes while they all compute; all ranks must
-    make one."""
+    """A moment of computing on those ranks that communicate, equally much on each; all ranks must make one."""
 
     def __init__(self, busy: bool) -> None:
         self.matrix, self.times = torch.rand(MATRIX // 2, MATRIX // 2), 1
-        if busy:
-            start = time.perf_counter()
-            for _ in range(REPEATS):
-                self()
-            self.times = max(1, round(STRETCH * REPEATS / (time.perf_counter() - start)))
-        dist.barrier()
-        own = _seconds(self) if busy else None
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        self.times = self.times if busy else 0
-        self.seconds = statistics.mean(seconds for seconds in everyone if seconds is not None)
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            self()
+        times = torch.tensor([STRETCH * REPEATS / (time.perf_counter() - start)])
+        dist.broadcast(times, 0)
+        self.times = max(1, round(times.item())) if busy else 0
 
     def __call__(self) -> None:
         for _ in range(self.times):

@@ -1,8 +1,8 @@
 """Time of a lowered plan on a cluster: its stages priced, its action lists replayed, the step told apart by terms.
 
-Every instant of the lane that ends last belongs to one term, its waiting to what it waits for. The interval is the step
-with all its items moved by half their spread at once, and by how far whole runs of the machine drift: items of one run are
-slow together, so their spreads are added, not averaged away.
+Every instant of the lane that ends last belongs to one term, its waiting to what it waits for. The interval is how far whole
+runs of the machine drift, and half the spread of the items: in quadrature where they were measured, added up where they
+come from curves or formulas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fourfold.plans.pipeline import Pipeline
 from fourfold.timeline import Timeline
 
 DRIFT = 0.05
-"""How far the median step of one run may lie from another's, relative: assumed."""
+"""How far the median step of one run may lie from another's, relative: assumed where no calibration has measured it."""
 CHUNK_BYTES = 4 * 2**20
 """What a rank gives at a time when slices are gathered under ZeRO-1."""
 LAST = "L"
@@ -89,7 +89,7 @@ class _Estimating:
         critical = max(ends, key=lambda first: ends[first] + sum(after[first]))
         terms = self._terms(timeline, critical, *after[critical])
         step = ends[critical] + sum(after[critical])
-        half = 0.5 * self._spread(critical) + DRIFT * step
+        half = 0.5 * self._spread(critical) + (self.cluster.device(critical).drift or DRIFT) * step
         every = [item for items in self.items.values() for item in items if item.category == "compute"]
         known = total(i for i in every if i.source == "measured") / (total(every) or 1.0)
         return Estimate(
@@ -217,14 +217,13 @@ class _Estimating:
         return out
 
     def _spread(self, lane: int) -> float:
-        parts = [part for part in self.pipeline.parts if lane in part.stage.ranks]
-        return sum(
-            item.spread
-            for part in parts
-            for m in range(self.plan.microbatches)
-            for kind in ("F", "B")
-            for item in self.items[self._key(part.index, kind, m)]
-        ) + sum(item.spread for part in parts for item in self.sums[part.index])
+        """Seconds by which the lane's items together may be off: measured times stray one by one, so that much evens out;
+        formulas are wrong for all items alike."""
+        parts = [part.index for part in self.pipeline.parts if lane in part.stage.ranks]
+        keys = [self._key(p, kind, m) for p in parts for kind in ("F", "B") for m in range(self.plan.microbatches)]
+        items = [item for found in (*(self.items[key] for key in keys), *(self.sums[p] for p in parts)) for item in found]
+        chance = math.hypot(*(item.spread for item in items if item.source == "measured"))
+        return chance + sum(item.spread for item in items if item.source != "measured")
 
 
 def _priced(stream: Streamed) -> Work:
