@@ -23,7 +23,7 @@ from fourfold.oracle.items import CATEGORIES
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.scaling import Row, Study, fastest
 from fourfold.plans import named, pipeline
-from fourfold.report.scaling import Sparks, scaling_text
+from fourfold.report.scaling import Sparks, scaling_record, scaling_text
 from fourfold.report.trace import MICRO, trace_record
 from fourfold.timeline import Event, Timeline
 from small import graph_of
@@ -136,6 +136,15 @@ def test_tables_fit_the_terminal(width: int) -> None:
     head = next(line for line in text.splitlines() if line.startswith("devices"))
     assert {"strategy", "batch", "step", "epoch", "efficiency"} <= set(head.split())
     assert len([line for line in text.splitlines() if line.strip().startswith(("1 ", "2 ", "4 ", "16 "))]) == len(COUNTS)
+
+
+def test_assumed_rates_beside_measured_ones_are_told() -> None:
+    settings = {1: Setting(prices=Prices(cluster=cluster_named("local", devices=1))), 2: setting(2)}
+    asked = study(settings=settings)
+    assert scaling_record(asked, [], setting(2), model="", trace=None)["assumed_devices"] == [1]
+    out = io.StringIO()
+    Console(file=out).print(scaling_text(asked, [], setting(2), model="", trace=None))
+    assert "Assumed, not calibrated, with 1 in use" in out.getvalue()
 
 
 def test_a_terminal_without_blocks_gets_digits() -> None:

@@ -84,5 +84,10 @@ def cluster_words(cluster: Cluster) -> str:
     """`abci (64 v100 on 16 nodes)`; a machine nobody measured says so."""
     runs = [f"{len(ranks)} {kind.name}" for kind, ranks in cluster.runs_in_use()]
     nodes = cluster.node(cluster.size - 1) + 1
-    assumed = f", {ASSUMED}" if any(kind.sources.whole == ASSUMED for kind, _ in cluster.runs_in_use()) else ""
-    return f"{cluster.name} ({' and '.join(runs)} on {nodes} node{'' if nodes == 1 else 's'}{assumed})"
+    words = f", {ASSUMED}" if assumed(cluster) else ""
+    return f"{cluster.name} ({' and '.join(runs)} on {nodes} node{'' if nodes == 1 else 's'}{words})"
+
+
+def assumed(cluster: Cluster) -> bool:
+    """Whether the rates of a cluster are assumptions, as those of `local` before it was calibrated."""
+    return any(kind.sources.whole == ASSUMED for kind, _ in cluster.runs_in_use())

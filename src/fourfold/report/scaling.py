@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fourfold.oracle.figures import Figures, Setting
 from fourfold.oracle.scaling import Row, Study, fastest
-from fourfold.report.costs import cost_record, known_text, setting_record, setting_words
+from fourfold.report.costs import assumed, cost_record, known_text, setting_record, setting_words
 from fourfold.report.text import WIDTH, _table
 from fourfold.units import bytes_text, count_text, seconds_text
 
@@ -31,6 +31,7 @@ def scaling_record(
         **setting_record(setting),
         "scaling": study.scaling,
         "samples": study.samples,
+        "assumed_devices": _assumed(study),
         "best": {str(count): rows.index(best[count]) if count in best else None for count in counts},
         "rows": [_row_record(row) for row in rows],
         "trace": trace,
@@ -67,8 +68,21 @@ def scaling_text(
         shown.sort(key=lambda row: (not row.feasible, -(row.samples_per_second or 0.0)))
     parts += [Details(rows=shown, varied=weak)] if shown else []
     parts += [Text(f"Kernels {_known(shown)}.")] if any(row.figures.known_from for row in shown if row.figures) else []
-    written = [f"written to {trace}"] if trace is not None else []
-    return Group(*parts, *map(Text, [*_reasons(rows), *written]))
+    lines = [*_mixed(study), *_reasons(rows), *([f"written to {trace}"] if trace is not None else [])]
+    return Group(*parts, *map(Text, lines))
+
+
+def _assumed(study: Study) -> list[int]:
+    """Numbers of devices, one for the efficiency included, whose rates nobody measured."""
+    return [count for count, setting in study.settings.items() if assumed(setting.cluster)]
+
+
+def _mixed(study: Study) -> list[str]:
+    """A warning where some rates are assumed and others are not: the rows cannot be compared."""
+    counts = _assumed(study)
+    if not 0 < len(counts) < len(study.settings):
+        return []
+    return [f"Assumed, not calibrated, with {', '.join(map(str, counts))} in use: not to be compared with the other rows."]
 
 
 def _head(study: Study, setting: Setting, model: str) -> Text:
