@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle import gpu
 from fourfold.oracle.heap import Block, Gathered
 from fourfold.oracle.moving import Moved, moving
 from fourfold.oracle.results import Strided, passes, results, strided
-from fourfold.oracle.saving import Share, saving
+from fourfold.oracle.saving import Saving, Share, saving
 from fourfold.oracle.tape import Env, Node, Tape, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums
-from fourfold.oracle.workspace import workspace
+from fourfold.oracle.workspace import Workspace, workspace
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.program import Compute, Move, Program, Repeat, Step
@@ -32,6 +33,17 @@ class Wires:
     sums: Sums
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One op on one rank: how its results lie, what it takes for a while and keeps, which operands get its gradient as is."""
+
+    share: Share
+    lies: tuple[Strided, ...]
+    space: Workspace
+    kept: Saving
+    passes: tuple[bool, ...]
+
+
 @dataclass(eq=False)
 class Forward(Tape):
     """One rank's forwards."""
@@ -40,6 +52,7 @@ class Forward(Tape):
     keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
     again: list[Node] = field(default_factory=list)  # what the second run of a segment wrote down
     wired: Wires | None = None  # gathered weights travel so; through common memory without it
+    known: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # by the identity of a step and how its operands lie
 
     def forward(self, program: Program, env: Env) -> None:
         """Run all steps; what is left in the env is what the runtime has then."""
@@ -72,50 +85,67 @@ class Forward(Tape):
     def _compute(self, step: Compute, env: Env, over: bool) -> None:
         self.heap.now = step.op.path
         ins = [env[slot] for slot in step.inputs]
-        share = Share(step, self.coords, tuple(t.item for t in ins), tuple(ITEM_BYTES[d] for d in step.dtypes))
-        gradients = [t.var is not None for t in ins]
-        outs = self._made(share, ins, over)
-        space = workspace(share, gradients, self.machine.block)
-        kept = saving(share, gradients)
-        live = any(gradients) and self.recording
+        facts = self._facts(step, ins, over)
+        space, kept = facts.space, facts.kept
+        outs = self._made(facts, ins)
+        gradients = any(t.var is not None for t in ins)
+        live = gradients and self.recording
         buffers = [self.heap.take(size, "activations") for size in kept.buffers]
         self.heap.pass_through(space.forward, "workspace")
         if live:
             held = [self._kept((ins[k] if k >= 0 else outs[-1 - k]).block) for k in kept.tensors]
-            self._record(share, ins, outs, held + buffers, space.backward)
+            self._record(facts, ins, outs, held + buffers)
         else:
             for block in buffers:
                 self.heap.drop(block)
-            if any(gradients):  # a segment's first run: its results do have gradients
+            if gradients:  # a segment's first run: its results do have gradients
                 for out in outs:
                     out.var = Var(size=out.bytes)
         env.update(zip(step.outputs, outs, strict=True))
+
+    def _facts(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
+        """Worked out once for all micro-batches: a step's operands lie the same in each."""
+        key = (id(step), over, *((t.lies, t.var is not None) for t in ins))
+        if key not in self.known:
+            share = Share(step, self.coords, tuple(t.item for t in ins), tuple(ITEM_BYTES[d] for d in step.dtypes))
+            space, kept = self._needs(share, [t.var is not None for t in ins])
+            copied = [t.var is not None and t.var.leaf and strided(share, k) for k, t in enumerate(ins)]
+            self.known[key] = Facts(
+                share=share, lies=tuple(results(share, [t.lies for t in ins], over)), space=space, kept=kept,
+                passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))),
+            )  # fmt: skip
+        return self.known[key]
+
+    def _needs(self, share: Share, gradients: Sequence[bool]) -> tuple[Workspace, Saving]:
+        """What the op takes for a while, and what it keeps."""
+        if self.machine.gpu:
+            return gpu.workspace(share, gradients), gpu.kept(share, saving(share, gradients))
+        return workspace(share, gradients, self.machine.block), saving(share, gradients)
 
     def _kept(self, block: Block) -> Block:
         """A block autograd keeps; of a gathered weight it keeps a note."""
         return block if block.gathered is not None else self.heap.hold(block)
 
-    def _made(self, share: Share, ins: list[Tensor], over: bool) -> list[Tensor]:
+    def _made(self, facts: Facts, ins: list[Tensor]) -> list[Tensor]:
         """The results: views of the first operand or new memory."""
-        out = []
-        for k, lies in enumerate(results(share, [t.lies for t in ins], over)):
+        share, out = facts.share, []
+        for k, lies in enumerate(facts.lies):
             view = lies.of is not None
             block = self.heap.hold(ins[lies.of or 0].block) if view else self.heap.take(share.result_bytes(k), "activations")
             out.append(Tensor(block, lies, share.result_items[k]))
         return out
 
-    def _record(self, share: Share, ins: list[Tensor], outs: list[Tensor], saved: list[Block], space: int) -> None:
-        names = share.step.dtypes
-        for out, dtype in zip(outs, names, strict=True):
+    def _record(self, facts: Facts, ins: list[Tensor], outs: list[Tensor], saved: list[Block]) -> None:
+        step, space = facts.share.step, facts.space.backward
+        for out, dtype in zip(outs, step.dtypes, strict=True):
             if dtype.startswith(("float", "bfloat", "complex")):
                 out.var = Var(size=out.bytes)
         sizes = [t.bytes for t in ins]
-        modes = [passes(share, k) and not (t.var is not None and t.var.leaf and strided(share, k)) for k, t in enumerate(ins)]
         made = [out.var or Var() for out in outs]
 
         def backward(given: list[Block]) -> list[Block | None]:
             out: list[Block | None] = []
-            for var, size, through in zip((t.var for t in tensors), sizes, modes, strict=True):
+            for var, size, through in zip((t.var for t in tensors), sizes, facts.passes, strict=True):
                 if var is None:
                     out.append(None)
                 elif through and given:
@@ -126,7 +156,7 @@ class Forward(Tape):
             return out
 
         tensors = [Tensor(t.block, t.lies, t.item, t.var) for t in ins]
-        self.nodes.append(Node(share.step.op.path, [t.var for t in ins], made, saved, backward))
+        self.nodes.append(Node(step.op.path, [t.var for t in ins], made, saved, backward))
 
     # --- exchanges ---
 

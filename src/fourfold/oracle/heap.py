@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fourfold.oracle.machine import Machine
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -25,9 +27,9 @@ class Gathered:
 
 @dataclass(slots=True)
 class Heap:
-    """Bytes alive by kind, and what they were when their sum was largest. Sizes are rounded up to `granularity`."""
+    """Bytes alive by kind, and what they were when their sum was largest. Sizes are those a machine's allocator counts."""
 
-    granularity: int = 1
+    machine: Machine
     alive: dict[str, int] = field(default_factory=dict)
     total: int = 0
     peak: int = 0
@@ -36,7 +38,7 @@ class Heap:
     now: str = ""  # what is going on, to be remembered with the peak
 
     def take(self, size: int, kind: str) -> Block:
-        size = -(-size // self.granularity) * self.granularity
+        size = self.machine.rounded(size)
         self.alive[kind] = self.alive.get(kind, 0) + size
         self.total += size
         if self.total > self.peak:

@@ -3,9 +3,9 @@
 What counts is what `runtime.memory` measures: memory of torch's allocator, and a rank's share of memory that ranks of a host
 have in common. Ranks whose shards have the same sizes are replayed once.
 
-Left out, because they are small or not the allocator's: single numbers, buffers of gloo, of the interpreter and of cuDNN, the
-counting of samples that some losses divide by, and sums over tied parameters. High: without a common host, gradients and the
-flat buffers they are sent from are taken to be there together until the last backward ends.
+Left out, because they are small or not the allocator's: single numbers, buffers of gloo and of the interpreter, the counting
+of samples that some losses divide by, and sums over tied parameters. Assumed: cuDNN's workspaces (`gpu`). High: without a
+common host, gradients and the flat buffers they are sent from are taken to be there together until the last backward ends.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.oracle.alike import alike
+from fourfold.oracle.machine import CPU, CUDA, Machine
 from fourfold.oracle.rank import Peak, RankReplay
-from fourfold.oracle.tape import Machine
 from fourfold.plans.pipeline import Pipeline
-
-CPU = Machine()
-CUDA = Machine(granularity=512, block=0, host=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

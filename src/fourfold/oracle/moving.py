@@ -76,8 +76,9 @@ def _all_to_all(step: Step, rank: int, size: int, item: int) -> Moved:
     """Pieces that are no runs of memory are copied, then packed; what arrives is unpacked from a buffer. All that is still
     there when the rank's own part is put into the result."""
     held = step.source.local_shape(step.mesh.coords(rank))
-    own = sum(_joining(t, held) for t in transfers(step, rank, incoming=False) if t.peer == rank)
-    gives = [t for t in transfers(step, rank, incoming=False) if t.peer != rank]
+    outgoing = transfers(step, rank, incoming=False)
+    own = sum(_joining(t, held) for t in outgoing if t.peer == rank)
+    gives = [t for t in outgoing if t.peer != rank]
     takes = [t for t in transfers(step, rank, incoming=True) if t.peer != rank]
     packed = sum(t.numel for t in gives)
     copies = sum(t.numel for t in gives if not _run(t, held))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.forward import Forward, Wires, is_gather
 from fourfold.oracle.heap import Block, Heap
+from fourfold.oracle.machine import Machine
 from fourfold.oracle.results import Strided
-from fourfold.oracle.tape import Env, Machine, Node, Tensor, Var
+from fourfold.oracle.tape import Env, Node, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums, bunched, member
 from fourfold.plans.boundary import Side, incoming, outgoing
 from fourfold.plans.exchange import Exchange
@@ -29,6 +30,8 @@ SCRATCH = {"sgd": 0, "momentum": 0, "adamw": 2}
 """And those it makes while it updates one parameter."""
 CHUNK_BYTES = 4 * 2**20
 """What a rank gives at a time when slices are gathered under ZeRO-1; two of them lie in common memory."""
+_NO_PRODUCTS = ("conv", "conv_transpose", "attention", "embedding", "lstm")
+"""Kernels with much work that cuBLAS has no part in."""
 RING_BYTES = 16 * 2**20
 """The least common memory through which gradients of gathered weights go, per rank."""
 
@@ -74,9 +77,12 @@ class RankReplay:
 
     def __init__(self, pipeline: Pipeline, rank: int, optimizer: str, machine: Machine) -> None:
         self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, optimizer, machine
-        self.heap = Heap(granularity=machine.granularity)
+        self.heap = Heap(machine)
         self.action = ""
         self.stages = {part.index: self._stage(part) for part in pipeline.parts if rank in part.stage.ranks}
+        if machine.library and any(map(_multiplies, self.stages.values())):
+            for _ in range(2):  # threads that multiply: forward's and backward's
+                self.heap.take(machine.library, "library")
         self.held: dict[tuple[int, int], _Held] = {}
         self.came: dict[tuple[int, str, int], list[tuple[Crossing, list[Block]]]] = {}
         self.made: dict[str, Block] = {}  # by the last compute action, for other stages
@@ -320,3 +326,8 @@ class RankReplay:
         for stage in self.stages.values() if not self.machine.host else ():
             for size, count in self._rounds(stage):
                 self.heap.pass_through((1 + 2 * count) * size, "slices")
+
+
+def _multiplies(stage: _Stage) -> bool:
+    """Whether a stage has matrix products of its own."""
+    return any(c.nest.anchor and c.nest.kernel not in _NO_PRODUCTS for c in stage.program.computes())

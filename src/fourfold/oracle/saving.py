@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fourfold.ops.nest import Kept, Window
 from fourfold.plans.mesh import Coords
@@ -28,7 +29,7 @@ class Saving:
     buffers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Share:
     """One op on one rank: its local shapes, and bytes of an element of each tensor."""
 
@@ -37,11 +38,11 @@ class Share:
     items: tuple[int, ...]  # of the operands
     result_items: tuple[int, ...]
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Shape, ...]:
         return tuple(layout.local_shape(self.coords) for layout in self.step.needs)
 
-    @property
+    @cached_property
     def results(self) -> tuple[Shape, ...]:
         return tuple(layout.local_shape(self.coords) for layout in self.step.gives)
 
@@ -51,7 +52,7 @@ class Share:
     def result_bytes(self, k: int) -> int:
         return math.prod(self.results[k]) * self.result_items[k]
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         """Whether the rank has nothing to do: then no kernel runs."""
         idle = bool(self.step.op.operands) and not self.step.axes_of("joint")
@@ -160,15 +161,23 @@ def _first(share: Share) -> int:
 
 @_kernel("cross_entropy")
 def _cross_entropy(share: Share, gradients: Sequence[bool]) -> Saving | None:
-    """Classes divided: the log-softmax and, by target, its place, whether it is here, and its weight."""
+    """Classes divided: the log-softmax and, by target, its place, whether it is here, and its weight. Of half-precision
+    logits: the log-softmax in their precision, and once more in the loss's."""
     detail = share.step.nest.detail
     if not share.step.axes_of("joint"):
-        return None
+        if detail["soft"] or not detail["logits"] or share.items[0] >= share.result_items[0]:
+            return None
+        return Saving(share.step.nest.saved, (share.operand_bytes(0), full_bytes(share)))
     rows, item = math.prod(share.operands[0]) // max(share.operands[0][1], 1), share.items[0]
     if detail["soft"]:
         return Saving((1,), (share.operand_bytes(0),))
     picked = (rows * 8, rows, rows * item)
     return Saving((), (share.operand_bytes(0), *picked)) if detail["logits"] else Saving((0,), picked)
+
+
+def full_bytes(share: Share) -> int:
+    """Bytes of the first operand in the result's precision."""
+    return math.prod(share.operands[0]) * share.result_items[0]
 
 
 @_kernel("embedding")

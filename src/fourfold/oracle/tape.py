@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fourfold.oracle.heap import Block, Heap
+from fourfold.oracle.machine import Machine
 from fourfold.oracle.results import Strided
 from fourfold.plans.mesh import Coords
 
@@ -52,19 +53,6 @@ class Node:
     outs: list[Var]
     saved: list[Block]
     backward: Callable[[list[Block]], list[Block | None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What decides sizes besides the program.
-
-    `granularity`: bytes the allocator rounds up to; `block` as in `workspace`; `host`: ranks share one and sum gradients
-    in memory they have in common.
-    """
-
-    granularity: int = 1
-    block: int = 16
-    host: bool = True
 
 
 @dataclass(eq=False)

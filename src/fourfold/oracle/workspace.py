@@ -3,7 +3,7 @@
 Measured on CPU, where oneDNN's convolutions copy input, weight and result into a format whose channels are rounded up to
 `block` (16 with AVX-512, 8 with AVX2); every other figure is what ATen's own kernels allocate. Each formula was compared
 with allocator events, most agree to the byte; where they cannot (strided 1x1 kernels, wide strided windows on few channels)
-they are high. cuDNN chooses its workspace by itself: there, and with ``block=0``, it is left out.
+they are high. With ``block=0`` oneDNN's are left out; `gpu` has those of a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fourfold.oracle.saving import Share
+from fourfold.oracle.saving import Share, full_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,14 @@ def _layer_norm(share: Share, gradients: Sequence[bool], block: int) -> Workspac
 
 @_kernel("cross_entropy")
 def _cross_entropy(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
-    """The gradient of the log-softmax; with classes divided, exponentials forward and backward."""
+    """The gradient of the log-softmax, in the loss's precision and before that of the logits is there if they differ; with
+    classes divided, exponentials forward and backward."""
     whole = share.operand_bytes(0)
-    return Workspace(whole if share.step.axes_of("joint") else 0, whole if share.step.nest.detail["logits"] else 0)
+    if share.step.axes_of("joint"):
+        return Workspace(whole, whole if share.step.nest.detail["logits"] else 0)
+    if share.items[0] < share.result_items[0]:
+        return Workspace(backward=full_bytes(share) - whole)
+    return Workspace(backward=whole if share.step.nest.detail["logits"] else 0)
 
 
 @_kernel("elementwise_loss")
