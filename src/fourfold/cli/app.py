@@ -9,26 +9,34 @@ import typer
 from fourfold.cli.calibrate import calibrate
 from fourfold.cli.options import (
     Batch,
+    Calibrated,
     Json,
     Microbatches,
     Model,
     Optimizer,
     PlanFile,
+    Predict,
     RankCount,
     Recompute,
     Schedule,
     Seed,
     Stages,
     Strategy,
+    Trace,
     Zero,
     asked,
     chosen,
+    one_of,
 )
+from fourfold.cli.output import check_place, write_timelines
 from fourfold.cli.plan import plan
 from fourfold.cli.simulate import simulate
 from fourfold.cli.voice import Voice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fourfold.oracle.predict import Prediction
     from fourfold.plans import Options, Plan
     from fourfold.runtime.crew import Joined
     from fourfold.runtime.launch import Ranks
@@ -123,6 +131,8 @@ def verify(
     zero: Zero = None,
     optimizer: Optimizer = "sgd",
     seed: Seed = 0,
+    cluster: Calibrated = None,
+    predict: Predict = True,
     as_json: Json = False,
 ) -> int:
     """Whether a plan gives the numbers of one process: exit code 1 if not."""
@@ -140,12 +150,15 @@ def verify(
         check_request(precision=precision, optimizer=optimizer, steps=steps)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
+            said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
     if verdict is None:
         return 0
-    record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps)
-    voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision))
+    record = verify_record(
+        verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=said
+    )
+    voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=said))
     return 0 if verdict.equal else 1
 
 
@@ -165,6 +178,9 @@ def train(
     zero: Zero = None,
     optimizer: Optimizer = "sgd",
     seed: Seed = 0,
+    cluster: Calibrated = None,
+    predict: Predict = True,
+    trace: Trace = None,
     as_json: Json = False,
 ) -> None:
     """Train on made-up data under a plan."""
@@ -179,8 +195,10 @@ def train(
         options = asked(stages, microbatches, schedule, recompute, zero)
         loaded = chosen(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
+        check_place(trace)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
+            said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
             say(f"starting {made.size} ranks")
 
             def told(step: int, loss: float, seconds: float) -> None:
@@ -188,8 +206,29 @@ def train(
                 voice.line(step_text(step, steps, loss, seconds))
 
             history = run(seen, made, team, steps=steps, precision=precision, optimizer=optimizer, seed=seed, told=told)
-    record = train_record(history, made, model=model, precision=precision, optimizer=optimizer)
-    voice.answer(record, lambda: history_text(history))
+    file = write_timelines(said, history.timeline, made, trace) if trace is not None else None
+    record = train_record(
+        history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file
+    )
+    voice.answer(record, lambda: history_text(history, said))
+
+
+def _foretold(
+    team: Ranks | Joined, seen: Subject, made: Plan, cluster: str | None, precision: str, optimizer: str,
+    say: Callable[[str], None],
+) -> Prediction | None:  # fmt: skip
+    """What the step will take, said before it is run."""
+    from fourfold.cluster import PRECISIONS, cluster_named
+    from fourfold.gauge.measuring import foretold
+    from fourfold.plans import pipeline
+    from fourfold.plans.pipeline import check_runnable
+
+    lowered = pipeline(seen.graph, made)
+    check_runnable(made)
+    where = cluster_named(cluster, devices=team.count) if cluster is not None else None
+    say("timing kernels")
+    exact = one_of("precision", precision, PRECISIONS)
+    return foretold(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
 
 
 def _prepared(

@@ -25,6 +25,7 @@ CLUSTER = "A preset (`fourfold clusters`), a TOML file or `local`, this machine.
 COST_MODEL = "fourfold, which replays the program, or paradl, the formulas of that paper."
 TRACE = "Write the predicted step to this file, for chrome://tracing or ui.perfetto.dev."
 ZERO = "1: divide the optimizer's state over ranks that hold the same weights; 3: the weights too; 0: neither."
+CALIBRATED = "The file that `calibrate` wrote for these ranks; by default this machine as it was calibrated."
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
@@ -43,6 +44,9 @@ Microbatches = Annotated[int | None, typer.Option("--microbatches", help="Cut ev
 Schedule = Annotated[str | None, typer.Option("--schedule", help=SCHEDULE)]
 Recompute = Annotated[int | None, typer.Option("--recompute", metavar="N", help=RECOMPUTE)]
 Zero = Annotated[int | None, typer.Option("--zero", metavar="1|3", help=ZERO)]
+
+Calibrated = Annotated[str | None, typer.Option("--cluster", help=CALIBRATED)]
+Predict = Annotated[bool, typer.Option("--predict/--no-predict", help="Say beforehand how long a step will take.")]
 
 
 def asked(

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.errors import InvalidInput
+from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
     from fourfold.oracle.figures import Figures, Setting
+    from fourfold.oracle.predict import Prediction
+    from fourfold.plans import Plan
 
 
 def check_place(path: Path | None) -> None:
@@ -36,6 +39,20 @@ def written(write: Callable[[], object], path: Path) -> None:
         write()
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan, path: Path) -> str | None:
+    """Write the measured step and, where there is one, the predicted one; the file, on the rank that speaks."""
+    from fourfold.report.trace import trace_record
+    from fourfold.runtime.crew import is_leader
+
+    if not is_leader():
+        return None
+    places = tuple(dict.fromkeys(stage.ranks for stage in plan.parts))
+    predicted = foretold.estimate.timeline if foretold is not None else Timeline(())
+    record = trace_record(predicted, measured, places=places)
+    written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
+    return str(path)
 
 
 def write_trace(figures: Figures | None, path: Path | None) -> str | None:

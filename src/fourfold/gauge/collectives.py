@@ -30,12 +30,9 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
-SIZES = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
-ROUNDS = 3
 REPEATS = 15
 LEAST_SECONDS = 0.1
-ENOUGH = 0.06  # a series goes on until its time is known so well, relative,
-MOST_SECONDS = 0.5  # but no longer
+ENOUGH = 0.06  # a series goes on until its time is known so well, relative, but no longer than `Effort.seconds`
 LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 15  # of so many repetitions, one is left out
 STRETCH = 2e-3  # seconds of computing before each repetition
@@ -45,6 +42,18 @@ SENT = Sources(whole="calibration, from sends between two ranks")
 COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured: which sizes, how many times all of them, and seconds for one of them at most."""
+
+    sizes: tuple[float, ...] = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
+    rounds: int = 3
+    seconds: float = 0.5
+
+
+FULL = Effort()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One curve to measure: the groups that communicate at once."""
@@ -52,7 +61,7 @@ class Request:
     collective: Collective
     groups: tuple[tuple[int, ...], ...]
     level: str
-    sizes: tuple[float, ...] = SIZES
+    effort: Effort
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +74,10 @@ class Progress:
     next: str
 
 
-def calibrated(ranks: Crew, *, name: str = "calibrated", sizes: tuple[float, ...] = SIZES) -> Iterator[Progress]:
+def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) -> Iterator[Progress]:
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
     hosts = ranks(host_of_this_process)
-    cluster, wanted = _described(hosts, name), requests(hosts, sizes)
+    cluster, wanted = _described(hosts, name), requests(hosts, effort)
     of = 1 + len(wanted)
     yield Progress(cluster=cluster, done=0, of=of, next="rates of one rank while all are busy")
     device = cluster.kinds[0]
@@ -88,7 +97,7 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", sizes: tuple[float, ...
     yield Progress(cluster=cluster, done=of, of=of, next="")
 
 
-def requests(hosts: list[str], sizes: tuple[float, ...] = SIZES) -> list[Request]:
+def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
     """The curves that plans on these ranks may ask for."""
     out = []
     count = len(hosts)
@@ -101,7 +110,7 @@ def requests(hosts: list[str], sizes: tuple[float, ...] = SIZES) -> list[Request
             kinds += ["send"] if size == 2 else []
             kinds += ["shared_gather", "shared_sum"] if inside else []
             level = "loopback" if inside else "network"
-            out += [Request(collective=kind, groups=groups, level=level, sizes=sizes) for kind in kinds]
+            out += [Request(collective=kind, groups=groups, level=level, effort=effort) for kind in kinds]
     unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
     return list(reversed(unique.values()))
 
@@ -175,11 +184,12 @@ def measured(request: Request) -> Found:
     made = {group: dist.new_group(list(group)) for group in request.groups}
     stretch = _Stretch(mine is not None)
     run = _collectives(request, mine, made.get(mine) if mine is not None else None)
-    sizes = [size for size in request.sizes if request.collective != "shared_gather" or size <= CAPACITY]
-    series = {size: [_series(run(int(size)), stretch) for _ in range(1)] for size in sizes}
-    for _ in range(ROUNDS - 1):
+    effort = request.effort
+    sizes = [size for size in effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
+    series: dict[float, list[_Times]] = {size: [] for size in sizes}
+    for _ in range(effort.rounds):
         for size in sizes:
-            series[size].append(_series(run(int(size)), stretch))
+            series[size].append(_series(run(int(size)), stretch, effort.seconds))
     there = 0.5 if request.collective == "send" else 1.0
     points = tuple((size, *(there * x for x in _middle(found))) for size, found in series.items())
     computing = tuple(one.computing / max(stretch.times, 1) for found in series.values() for one in found)
@@ -197,7 +207,7 @@ def _middle(found: list[_Times]) -> tuple[float, float]:
     return statistics.median(one.seconds for one in found), statistics.median(one.spread for one in found)
 
 
-def _series(once: Callable[[], Any], stretch: _Stretch) -> _Times:
+def _series(once: Callable[[], Any], stretch: _Stretch, seconds: float) -> _Times:
     """Repetitions of computing alone and of computing and the collective, by turns."""
     once()
     dist.barrier()
@@ -212,7 +222,7 @@ def _series(once: Callable[[], Any], stretch: _Stretch) -> _Times:
             once()
             alone.append(middle - start)
             both.append(time.perf_counter() - middle)
-        flag = torch.tensor([float(time.perf_counter() - begun < MOST_SECONDS and _uncertainty(both, alone) > ENOUGH)])
+        flag = torch.tensor([float(time.perf_counter() - begun < seconds and _uncertainty(both, alone) > ENOUGH)])
         dist.broadcast(flag, 0)
         more = bool(flag.item())
     slowest, mine = torch.tensor(both, dtype=torch.float64), torch.tensor([_mean(alone), 1.0], dtype=torch.float64)

@@ -35,7 +35,9 @@ from fourfold.runtime.world import World
 
 ROUNDS = 3
 REPEATS = 5
-DROPPED = 1  # of them, the longest
+LEAST_REPEATS = 2
+SERIES_SECONDS = 0.2  # long kernels are repeated less often
+DROPPED = 1  # of the repetitions, the longest
 FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more than what a core has of a cache
 CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
 LONGEST_CHAIN = 16
@@ -93,21 +95,28 @@ class Alone(World):
         return None
 
 
-def timed(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype]) -> dict[str, KernelTime]:
+def timed(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], rounds: int = ROUNDS) -> dict[str, KernelTime]:
     """The times of kernels on this rank's machine; all ranks of the process group must call with the same list."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     crowd, group = _with_a_core_each()
     me, first = dist.get_rank(), [ranks[0] for ranks in crowd]
     found: dict[str, list[tuple[_Times, _Times]]] = {}
-    for sample in list(wanted) * ROUNDS:
+    for sample in list(wanted) * rounds:
         run = _Run(sample, alone, dtypes) if any(me in ranks for ranks in crowd) else None
-        single = run.series() if run is not None and me in first else None
+        repeats = _first_rank_says(run.repeats if run is not None else 0)
+        single = run.series(repeats) if run is not None and me in first else None
         dist.barrier()
-        crowded = run.series(lambda: dist.barrier(group)) if run is not None and len(crowd[0]) > 1 else single
+        crowded = run.series(repeats, lambda: dist.barrier(group)) if run is not None and len(crowd[0]) > 1 else single
         dist.barrier()
         if single is not None and crowded is not None:
             found.setdefault(sample.kernel.key, []).append((single, crowded))
     return {key: _joined(pairs) for key, pairs in found.items()}
+
+
+def _first_rank_says(number: int) -> int:
+    agreed = torch.tensor([number])
+    dist.broadcast(agreed, 0)
+    return int(agreed.item())
 
 
 def _with_a_core_each() -> tuple[list[list[int]], Any]:
@@ -153,7 +162,9 @@ class _Run:
         stored = {p.name for p in sample.graph.parameters}
         self.fresh = next((k for k, name in enumerate(sample.step.op.operands) if name not in stored), None)
         self.chain, self.others = [tensors], torch.zeros(2, FLUSHED // 4)
-        links = min(round(CHAIN_SECONDS / sum(self.once())), LONGEST_CHAIN)
+        seconds = sum(self.once())
+        self.repeats = max(LEAST_REPEATS, min(REPEATS, round(SERIES_SECONDS / seconds)))
+        links = min(round(CHAIN_SECONDS / seconds), LONGEST_CHAIN)
         self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(1, links)]
 
     def once(self, together: Callable[[], Any] = lambda: None) -> tuple[float, float]:
@@ -184,9 +195,9 @@ class _Run:
         self.others[0].fill_(1.0)
         self.others[1].sum()
 
-    def series(self, together: Callable[[], Any] = lambda: None) -> _Times:
+    def series(self, repeats: int, together: Callable[[], Any] = lambda: None) -> _Times:
         """Means of several runs."""
-        kept = sorted((self.once(together) for _ in range(REPEATS)), key=sum)[: REPEATS - DROPPED]
+        kept = sorted((self.once(together) for _ in range(repeats)), key=sum)[: repeats - DROPPED]
         return _Times(statistics.mean(f for f, _ in kept), statistics.mean(b for _, b in kept))
 
 

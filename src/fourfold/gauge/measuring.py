@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 
-from fourfold.cluster import Cluster, Precision
+from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.cluster.local import usable_cores
-from fourfold.gauge.kernels import samples, timed
+from fourfold.errors import InvalidInput
+from fourfold.gauge.kernels import ROUNDS, samples, timed
+from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.table import add_kernels, load_kernels
 from fourfold.plans.pipeline import Pipeline, pipeline
+from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.crew import Joined, is_leader, share
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import subject
@@ -48,14 +51,38 @@ def warm(text: str, cluster: Cluster, ranks: Ranks | Joined, *, batch: int | Non
     measured_prices(pipeline(seen.graph, seen.plan("data", ranks=ranks.count)), cluster, ranks)
 
 
-def measured_prices(lowered: Pipeline, cluster: Cluster, ranks: Ranks | Joined, *, precision: Precision = "fp32") -> Prices:
+def foretold(
+    lowered: Pipeline, ranks: Ranks | Joined, *, cluster: Cluster | None, precision: Precision, optimizer: str
+) -> Prediction | None:
+    """A plan's step before the ranks run it; kernels that no table has are timed first, once each. None where nothing is known
+    of how the ranks are joined: several hosts and no cluster given."""
+    hosts = set(ranks(host_of_this_process))
+    if cluster is None and len(hosts) > 1:
+        return None
+    where = cluster or share(ranks, lambda: cluster_named(LOCAL, devices=ranks.count))
+    check_here(where, len(hosts))
+    prices = measured_prices(lowered, where, ranks, precision=precision, rounds=1)
+    return predict(lowered, prices, optimizer=optimizer)
+
+
+def check_here(cluster: Cluster, hosts: int) -> None:
+    """Refuse a cluster that cannot be where these ranks run."""
+    kind, nodes = cluster.device(0).kind, len({cluster.node(rank) for rank in range(cluster.size)})
+    if kind != "cpu" or nodes != hosts:
+        found = f"cluster {cluster.name!r} is of kind {kind} on {nodes} nodes, these ranks run on {hosts} hosts of kind cpu"
+        raise InvalidInput(f"{found}; give the file that `fourfold calibrate` wrote here")
+
+
+def measured_prices(
+    lowered: Pipeline, cluster: Cluster, ranks: Ranks | Joined, *, precision: Precision = "fp32", rounds: int = ROUNDS
+) -> Prices:
     """Prices on the machine the ranks run on, every kernel of the plan measured. Times are kept for other plans."""
     cluster = here(cluster)
     name = cluster.measured.kernels
     known = share(ranks, lambda: load_kernels(name))
     missing = list(samples(lowered, DTYPES[precision], known).values())
     if missing:
-        found = ranks(timed, missing, PRECISIONS[precision])[0]
+        found = ranks(timed, missing, PRECISIONS[precision], rounds)[0]
         known = {**known, **found}
         if is_leader():
             add_kernels(name, found)

@@ -10,6 +10,7 @@ from fourfold.plans import Compute, Pipeline, Plan, Program
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
+    from fourfold.oracle.predict import Prediction
     from fourfold.runtime.train import History
     from fourfold.runtime.verify import Check, Verdict
 
@@ -31,8 +32,10 @@ def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
     }
 
 
-def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, optimizer: str, steps: int) -> dict[str, Any]:
-    """`verify --json`. Predictions are null until the oracle exists."""
+def verify_record(
+    verdict: Verdict, plan: Plan, *, model: str, precision: str, optimizer: str, steps: int, foretold: Prediction | None = None
+) -> dict[str, Any]:
+    """`verify --json`. Predictions are null where there are none."""
     worst = verdict.worst
     return {
         "model": model,
@@ -53,9 +56,8 @@ def verify_record(verdict: Verdict, plan: Plan, *, model: str, precision: str, o
         "plain_rule": verdict.plain,
         "checks": [check_record(check) for check in verdict.checks],
         **work_record(verdict.program),
-        "predicted_seconds": None,
+        **foretold_record(foretold),
         "measured_seconds": verdict.seconds,
-        "predicted_peak_bytes": None,
         "measured_peak_bytes": max(verdict.peaks, default=None),
         "waiting": list(verdict.waiting) or None,
     }
@@ -72,7 +74,19 @@ def check_record(check: Check) -> dict[str, Any]:
     }
 
 
-def train_record(history: History, plan: Plan, *, model: str, precision: str, optimizer: str) -> dict[str, Any]:
+def foretold_record(foretold: Prediction | None) -> dict[str, Any]:
+    """What was said of a step before it was run; nulls where nothing was."""
+    return {
+        "predicted_seconds": foretold.estimate.step_seconds if foretold is not None else None,
+        "predicted_interval_seconds": list(foretold.estimate.interval) if foretold is not None else None,
+        "predicted_peak_bytes": foretold.peak_bytes if foretold is not None else None,
+    }
+
+
+def train_record(
+    history: History, plan: Plan, *, model: str, precision: str, optimizer: str, foretold: Prediction | None = None,
+    trace: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """`train --json`."""
     return {
         "model": model,
@@ -85,8 +99,9 @@ def train_record(history: History, plan: Plan, *, model: str, precision: str, op
         "losses": [finite(loss) for loss in history.losses],
         "step_seconds": history.step_seconds,
         "samples_per_second": history.samples_per_second,
-        "predicted_seconds": None,
+        **foretold_record(foretold),
         "peak_bytes": list(history.peaks),
+        "trace": trace,
         "waiting": list(history.waiting) or None,
     }
 

@@ -18,6 +18,7 @@ from fourfold.report.survey import Limit, Survey
 from fourfold.units import bytes_text, count_text, flops_text, seconds_text
 
 if TYPE_CHECKING:
+    from fourfold.oracle.predict import Prediction
     from fourfold.runtime.train import History
     from fourfold.runtime.verify import Verdict
 
@@ -109,7 +110,9 @@ def _axes(program: Pipeline) -> list[str]:
     return list(dict.fromkeys(axis for part in program.parts for axis, size in part.stage.mesh.axes if size > 1))
 
 
-def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) -> RenderableType:
+def verdict_text(
+    verdict: Verdict, plan: Plan, *, model: str, precision: str, foretold: Prediction | None = None
+) -> RenderableType:
     """`verify`: every check with its limit, then the word."""
     table = _table("compared", "after step>", "error>", "allowed>", "", "worst tensor")
     for check in verdict.checks:
@@ -125,6 +128,7 @@ def verdict_text(verdict: Verdict, plan: Plan, *, model: str, precision: str) ->
     lines = [
         "; ".join([*figures, f"{seconds_text(verdict.seconds)} a step"]),
         *_measured(verdict.peaks, verdict.waiting),
+        *_foretold(foretold, verdict.seconds, verdict.peaks),
         *([f"whole on every rank: {named}"] if whole else []),
         "EQUAL" if verdict.equal else off,
     ]
@@ -136,9 +140,22 @@ def step_text(step: int, steps: int, loss: float, seconds: float) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.6g}  {seconds_text(seconds)}"
 
 
-def history_text(history: History) -> RenderableType:
+def history_text(history: History, foretold: Prediction | None = None) -> RenderableType:
     first = f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
-    return Group(*map(Text, [first, *_measured(history.peaks, history.waiting)]))
+    said = _foretold(foretold, history.step_seconds, history.peaks)
+    return Group(*map(Text, [first, *_measured(history.peaks, history.waiting), *said]))
+
+
+def _foretold(foretold: Prediction | None, seconds: float, peaks: Sequence[int]) -> list[str]:
+    """What was said before, beside what came."""
+    if foretold is None:
+        return []
+    step, (low, high) = foretold.estimate.step_seconds, foretold.estimate.interval
+    peak = max(peaks, default=0)
+    first = f"predicted: {seconds_text(step)} a step ({seconds_text(low)} to {seconds_text(high)}), "
+    said = f"{step / seconds - 1:+.0%} from measured" if seconds else ""
+    second = f"; peak {bytes_text(foretold.peak_bytes)}" + (f", {foretold.peak_bytes / peak - 1:+.0%}" if peak else "")
+    return [first + said + second]
 
 
 def _measured(peaks: Sequence[int], waiting: Sequence[float]) -> list[str]:

@@ -23,7 +23,8 @@ class Measured:
     """One rank's figures."""
 
     peak_bytes: int
-    events: tuple[Event, ...]  # of one step; none without stages
+    events: tuple[Event, ...]  # of one step
+    staged: bool
 
 
 def measure(running: Runner, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> Measured:
@@ -42,12 +43,12 @@ def measure(running: Runner, optimizer: torch.optim.Optimizer | None, tensors: M
 
     if dist.is_initialized():
         dist.barrier()
-    events = step(record=True) if running.plan.stages else ()
+    events = step(record=True)
     _, peak = measured_peak(step, held=held, device=running.device)
-    return Measured(peak_bytes=peak, events=events)
+    return Measured(peak_bytes=peak, events=events, staged=bool(running.plan.stages))
 
 
 def waiting(parts: list[Measured]) -> tuple[float, ...]:
     """The share of a step each rank waits, from what all of them recorded; empty without stages."""
     timeline = Timeline.of(part.events for part in parts)
-    return tuple(timeline.waiting(rank) for rank in range(len(parts))) if timeline.events else ()
+    return tuple(timeline.waiting(rank) for rank in range(len(parts))) if any(part.staged for part in parts) else ()

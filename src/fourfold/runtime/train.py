@@ -25,18 +25,20 @@ from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.measure import Measured, measure, waiting
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import Task, optimizer_named, runner
+from fourfold.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """What a training run showed: a loss per step and the time of the slowest rank; then, by rank, the peak of memory and,
-    where there are stages, the share of a step it waits."""
+    where there are stages, the share of a step it waits; and who did what in one step."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     batch: int
     peaks: tuple[int, ...]
     waiting: tuple[float, ...]
+    timeline: Timeline
 
     @property
     def step_seconds(self) -> float:
@@ -80,6 +82,7 @@ def train(
         batch=plan.batch,
         peaks=tuple(m.peak_bytes for m in found),
         waiting=waiting(found),
+        timeline=Timeline.of(part.events for part in found),
     )
 
 

@@ -1,0 +1,140 @@
+"""Measurements that the oracle rests on: what is measured is complete, kept, read again, and what is left out is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_cluster
+from fourfold.cluster.cache import calibration_file, kernels_file
+from fourfold.errors import InvalidInput
+from fourfold.gauge import collectives
+from fourfold.gauge.collectives import Effort, Progress, calibrated, drift, requests
+from fourfold.gauge.kernels import samples
+from fourfold.gauge.measuring import check_here, foretold, table_name
+from fourfold.oracle.predict import predict
+from fourfold.oracle.prices import KernelTime, Prices
+from fourfold.oracle.table import add_kernels, load_kernels
+from fourfold.plans import Pipeline, named, pipeline
+from ranks import pool
+from small import graph_of
+
+QUICK = Effort(sizes=(256.0, 65536.0), rounds=1, seconds=0.0)
+KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shared_gather", "shared_sum"}
+
+
+@pytest.fixture(scope="module")
+def progress() -> list[Progress]:
+    return list(calibrated(pool(2), name="here", effort=QUICK))
+
+
+def lowered(strategy: str) -> Pipeline:
+    graph = graph_of("vgg16-cifar")
+    return pipeline(graph, named(strategy, graph, ranks=2, batch=4))
+
+
+def test_a_calibration_grows_curve_by_curve_and_ends_with_every_collective_of_the_ranks(progress: list[Progress]) -> None:
+    counts = [len(p.cluster.measured.curves) for p in progress]
+    assert counts == sorted(counts) and progress[-1].done == progress[-1].of
+    assert {curve.collective for curve in progress[-1].cluster.measured.curves} == KINDS
+    assert all(p.next for p in progress[:-1]), "each says what it will do next"
+
+
+def test_a_calibrated_cluster_reads_back_from_its_file_as_it_was(progress: list[Progress], tmp_path: Path) -> None:
+    cluster = progress[-1].cluster
+    save_cluster(cluster, tmp_path / "here.toml")
+    again = load_cluster(tmp_path / "here.toml")
+    assert again.measured == cluster.measured
+    assert again.kinds[0].drift == cluster.kinds[0].drift > 0
+
+
+def test_an_interrupted_calibration_leaves_what_it_has_and_that_can_be_planned_with(progress: list[Progress]) -> None:
+    partial = progress[3].cluster
+    assert 0 < len(partial.measured.curves) < len(progress[-1].cluster.measured.curves)
+    assert predict(lowered("filter"), Prices(cluster=partial)).estimate.step_seconds > 0
+
+
+def test_local_is_what_was_calibrated_once_it_was(progress: list[Progress]) -> None:
+    assert not cluster_named("local", devices=2).measured.curves
+    path = calibration_file(2)
+    save_cluster(progress[-1].cluster, path)
+    try:
+        assert cluster_named("local", devices=2).measured == progress[-1].cluster.measured
+        assert not cluster_named("local", devices=3).measured.curves, "three ranks are another matter"
+    finally:
+        path.unlink()
+
+
+def test_groups_of_every_size_are_measured_alone_and_all_at_once() -> None:
+    found = {(r.collective, len(r.groups[0]), len(r.groups)) for r in requests(["a"] * 4) if r.collective == "all_gather"}
+    assert found == {("all_gather", 2, 2), ("all_gather", 2, 1), ("all_gather", 4, 1)}
+
+
+def test_between_hosts_nothing_goes_through_common_memory() -> None:
+    found = requests(["a", "b"])
+    assert {r.level for r in found} == {"network"}
+    assert not {r.collective for r in found} & {"shared_gather", "shared_sum"}
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a", "b"]], ids=["uneven", "by turns"])
+def test_hosts_with_unequal_or_mixed_ranks_are_refused(hosts: list[str]) -> None:
+    with pytest.raises(InvalidInput, match="start as many on each"):
+        collectives._described(hosts, "x")
+
+
+def test_drift_is_nothing_on_a_machine_that_always_takes_as_long() -> None:
+    assert drift([2.0] * 20) == 0.0
+    assert drift([1.0] * 5 + [2.0] * 10 + [3.0] * 5) == pytest.approx(0.5)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def told(cluster: Cluster | None = None, strategy: str = "filter") -> Any:
+    return foretold(lowered(strategy), pool(2), cluster=cluster, precision="fp32", optimizer="sgd")
+
+
+def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = told()
+    assert found.estimate.measured_share == 1.0
+    low, high = found.estimate.interval
+    assert 0 < low < found.estimate.step_seconds < high
+    known = load_kernels(table_name(2))
+    assert not samples(lowered("filter"), {}, known), "all are in the table"
+    assert all(time.busy >= 1.0 and time.forward > 0 for time in known.values())
+    monkeypatch.setattr("fourfold.gauge.measuring.timed", None)  # must not be needed again
+    assert told().estimate.step_seconds == found.estimate.step_seconds
+
+
+def test_a_cluster_that_is_not_where_the_ranks_run_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="of kind gpu"):
+        check_here(cluster_named("abci", devices=2), 1)
+    with pytest.raises(InvalidInput, match="on 1 nodes, these ranks run on 2 hosts"):
+        check_here(local(2), 2)
+
+
+def test_tables_of_kernels_are_added_to_and_keep_their_numbers() -> None:
+    one = KernelTime(forward=1.2345e-3, backward=2.0e-3, busy=1.25, spread=0.1)
+    add_kernels("some machine", {"a": one})
+    add_kernels("some machine", {"b": KernelTime(forward=1.0, backward=0.0)})
+    found = load_kernels("some machine")
+    assert found["a"] == one and found["b"].forward == 1.0
+    assert load_kernels("another") == {}
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"kernels": {"a": [1]}}', '{"kernels": {"a": ["x", 1, 1, 1]}}'])
+def test_a_broken_table_of_kernels_is_named_with_the_remedy(text: str) -> None:
+    path = kernels_file("broken")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=r"broken\.json.*delete it"):
+        load_kernels("broken")
+
+
+def test_a_table_of_kernels_says_what_its_numbers_are() -> None:
+    add_kernels("documented", {"a": KernelTime(forward=1.0, backward=2.0)})
+    data = json.loads(kernels_file("documented").read_text())
+    assert data["about"] == "documented" and "seconds" in data["unit"] and data["fields"][0] == "forward"
