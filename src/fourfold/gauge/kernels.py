@@ -26,6 +26,7 @@ from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.alike import alike
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.prices import KernelTime
+from fourfold.oracle.table import rounded
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.program import Compute, Repeat
@@ -143,10 +144,10 @@ def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
     one, many = (statistics.median(times.both for times in some) for some in (alone, crowded))
     every = sorted(times.both for times in crowded)
     return KernelTime(
-        forward=statistics.median(times.forward for times in alone),
-        backward=statistics.median(times.backward for times in alone),
-        busy=max(many / one, 1.0) if one else 1.0,
-        spread=(every[-1] - every[0]) / many / 2 if many else 0.0,
+        forward=rounded(statistics.median(times.forward for times in alone)),
+        backward=rounded(statistics.median(times.backward for times in alone)),
+        busy=rounded(max(many / one, 1.0)) if one else 1.0,
+        spread=rounded((every[-1] - every[0]) / many / 2) if many else 0.0,
     )
 
 

@@ -34,7 +34,7 @@ def known_prices(cluster: Cluster, precision: Precision) -> Prices:
 def add_kernels(name: str, found: Mapping[str, KernelTime]) -> None:
     """Add kernels to the table of a name; later times replace earlier ones."""
     kept = {**load_kernels(name), **found}
-    rows = {key: [_rounded(getattr(time, field) or 0.0) for field in FIELDS] for key, time in sorted(kept.items())}
+    rows = {key: [rounded(getattr(time, field) or 0.0) for field in FIELDS] for key, time in sorted(kept.items())}
     data: dict[str, Any] = {"about": name, "fields": FIELDS, "unit": "seconds; busy and spread are ratios", "kernels": rows}
     write_whole(kernels_file(name), json.dumps(data, indent=0))
 
@@ -43,5 +43,6 @@ def _time(forward: float, backward: float, busy: float, spread: float) -> Kernel
     return KernelTime(forward=forward, backward=backward, busy=busy, spread=spread)
 
 
-def _rounded(number: float) -> float:
+def rounded(number: float) -> float:
+    """As files have it: more digits would pretend to a precision no measurement has."""
     return float(f"{number:.5g}")
