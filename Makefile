@@ -6,7 +6,7 @@ STAMP  := .venv/.setup-done
 DEMO   := build/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench verify-all clean
+.PHONY: help setup demo test check bench accuracy verify-all clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -24,12 +24,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "setup: done, the command is $(BIN)/fourfold"
 
-demo: setup  ## plan, prove and train a small network on two processes
+demo: setup  ## measure this machine, plan, prove and train a small network on two processes
 	@mkdir -p $(DEMO)
+	$(BIN)/fourfold calibrate --ranks 2 -o $(DEMO)/cluster.toml
 	$(BIN)/fourfold inspect vgg16-cifar
-	$(BIN)/fourfold plan vgg16-cifar --strategy data --devices 2 --batch 16 -o $(DEMO)/plan.json
-	$(BIN)/fourfold verify vgg16-cifar --plan $(DEMO)/plan.json --ranks 2
-	$(BIN)/fourfold train vgg16-cifar --plan $(DEMO)/plan.json --ranks 2 --steps 5
+	$(BIN)/fourfold plan vgg16-cifar --cluster $(DEMO)/cluster.toml --strategy data --devices 2 --batch 16 -o $(DEMO)/plan.json
+	$(BIN)/fourfold verify vgg16-cifar --plan $(DEMO)/plan.json --ranks 2 --no-predict
+	$(BIN)/fourfold train vgg16-cifar --cluster $(DEMO)/cluster.toml --plan $(DEMO)/plan.json --ranks 2 --steps 5
 
 test: setup  ## the tests (without those marked slow, gpu or foreign)
 	@$(BIN)/python -m pytest -q
@@ -42,6 +43,11 @@ check: setup  ## ruff, and mypy in strict mode on src
 
 bench: setup  ## the benchmarks
 	@$(BIN)/python benchmarks/run.py
+
+accuracy: setup  ## predictions of time and memory against measurements, and how far calibrations repeat (most of an hour)
+	@$(BIN)/python benchmarks/accuracy.py
+	@$(BIN)/python benchmarks/memory_accuracy.py
+	@$(BIN)/python benchmarks/repeatability.py
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
 	@$(BIN)/python tests/verify_all.py

@@ -1,0 +1,87 @@
+"""Two calibrations in a row: how far their entries lie apart, and the steps predicted from them.
+
+Each calibration measures rates, collectives and the kernels of every plan anew. An entry is one number of the cluster's file
+(a rate, a time of a collective at a size) or one kernel's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from accuracy import FOLDER, MODELS, PLACES, predicted
+
+from fourfold.cluster import Cluster
+from fourfold.gauge.collectives import calibrated
+from fourfold.gauge.measuring import table_name
+from fourfold.oracle.table import load_kernels
+from fourfold.runtime.crew import crew
+from fourfold.runtime.launch import Ranks
+from fourfold.runtime.subject import subject
+
+PLANS = ("data", "filter", "spatial", "fsdp", "1f1b-so")
+
+
+def entries(cluster: Cluster) -> dict[str, float]:
+    device = cluster.kinds[0]
+    out = {f"rate {name}": rate for name, rate in device.rates} | {f"update {name}": speed for name, speed in device.updates}
+    out |= {"bandwidth": device.bandwidth, "launch": device.launch}
+    for curve in cluster.measured.curves:
+        key = f"{curve.collective} {curve.groups}x{curve.ranks}"
+        out |= {f"{key} {size:.0f} B": seconds for size, seconds in zip(curve.sizes, curve.seconds, strict=True)}
+    return out
+
+
+def once(team: Ranks, place: str) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """The entries of one calibration, kernel times, and the steps predicted."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FOURFOLD_CACHE"] = folder
+        for progress in calibrated(team):
+            print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
+        steps = {}
+        for model, (text, batch) in MODELS.items():
+            seen = subject(text, batch=batch)
+            for plan in PLANS:
+                row, _ = predicted(place, model, plan, seen, progress.cluster, team)
+                steps[f"{model} {plan}"] = row.predicted
+                print(f"  {model} {plan}: {1e3 * row.predicted:.1f} ms", file=sys.stderr, flush=True)
+        kernels = {key: t.busy * (t.forward + t.backward) for key, t in load_kernels(table_name(team.count)).items()}
+    return entries(progress.cluster), kernels, steps
+
+
+def apart(one: dict[str, float], other: dict[str, float]) -> list[float]:
+    """Relative distances, entry by entry."""
+    return sorted(abs(one[key] - other[key]) / min(one[key], other[key]) for key in one)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-repeatability.json")
+    options = parser.parse_args()
+    place = str(options.ranks)
+    assert place in PLACES, f"plans are known for {', '.join(PLACES)} ranks"
+    with crew(options.ranks) as team:
+        found = [once(team, place) for _ in range(options.times)]
+    for before, after in pairwise(found):
+        for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
+                                           before, after, strict=True):  # fmt: skip
+            distances = apart(one, other)
+            near = statistics.mean(d <= limit for d in distances)
+            ninth = distances[int(0.9 * len(distances))]
+            middle = statistics.median(distances)
+            print(f"{name}: {len(distances)} entries, {near:.0%} within {limit:.0%}; median {middle:.1%}, nine tenths within "
+                  f"{ninth:.1%}, largest {distances[-1]:.1%}")  # fmt: skip
+    options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "found": found}))
+
+
+if __name__ == "__main__":
+    main()
