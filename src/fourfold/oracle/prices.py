@@ -24,7 +24,7 @@ moments in and out."""
 SHARED_BYTES = 64 * 1024
 """Sums of up to so many bytes go through shared memory on a node of processors (`runtime.board`)."""
 UNKNOWN_SPREAD = {"measured": 0.05, "fitted": 0.15, "roofline": 0.4}
-"""Relative uncertainty of a time by where it comes from, where none was recorded."""
+"""Relative uncertainty of a time by where it comes from, where none was recorded: assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

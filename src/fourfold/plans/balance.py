@@ -17,8 +17,8 @@ from fourfold.graph import Graph, Op
 from fourfold.ops.nest import nest_of
 
 FLOPS_PER_BYTE = 100.0
-"""What a byte across a boundary counts for while no cluster is known: between a CPU on loopback (30) and fast GPUs on
-InfiniBand (thousands), so that a small tensor is preferred to a large one but not to balance."""
+"""What a byte across a boundary counts for while no cluster is known. Assumed: between a CPU on loopback (some tens) and fast
+GPUs on InfiniBand (some thousands), so that a small tensor is preferred to a large one but not to balance."""
 
 
 def balanced(
