@@ -36,9 +36,9 @@ MAY_IMPORT = {
     DOOR: ALL | {"cli"},
     "__main__": {"cli"},
 }
-WORLD_FILES = ("models/*", "runtime/*", "gauge/*", "graph/capture.py", "graph/autocast.py")
+WORLD_FILES = ("models/*", "runtime/*", "gauge/*", "graph/capture.py", "graph/walk.py", "graph/autocast.py")
 TORCH_FILES = (*WORLD_FILES, "report/*", "cli/*", "__init__.py")
-TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.graph.autocast", "fourfold.gauge")
+TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.graph.walk", "fourfold.graph.autocast", "fourfold.gauge")
 SPEAKING_FILES = ("cli/*", "cli.py", "__main__.py")
 
 

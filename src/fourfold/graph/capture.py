@@ -1,8 +1,7 @@
-"""From an `nn.Module` and its loss to a `Graph`, by torch.export: the only file of this room that knows torch.
+"""From an `nn.Module` and its loss to a `Graph`, by torch.export.
 
 Non-strict export in train mode with a dynamic batch dim; where a model fixes its batch size, a static capture instead. The
-result is kept as high-level as torch.export leaves it. Changed here, and nothing else: in-place ops become functional,
-symbolic sizes become `Size`, regions under `set_grad_enabled` and `autocast` are inlined, assertions are dropped.
+result is kept as high-level as torch.export leaves it; the little that is changed, `walk.py` changes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
-from fourfold.graph.spec import Constant, Device, Dtype, Graph, Op, Parameter, Ref, Size, TensorSpec
+from fourfold.graph.spec import Graph, Op, Parameter, Ref
+from fourfold.graph.walk import Walk
 
 Loss = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...] | Mapping[str, Tensor]
 
 _EXAMPLE_BATCH = 4
-_DROPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
 
 
 def mean_square(outputs: Any) -> Tensor:
@@ -133,173 +131,8 @@ def _explained(model: nn.Module, error: Exception) -> str:
     return f"{type(model).__name__} cannot be exported{where}: {reason}; {hint}"
 
 
-class _Builder:
-    """Collects values and ops while walking the exported graph."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, TensorSpec] = {}
-        self.ops: list[Op] = []
-        self.constants: dict[str, Constant] = {}
-        self.writes: dict[str, str] = {}
-        self.buffers: set[str] = set()
-        self.parameters: set[str] = set()
-        self.base: dict[str, str] = {}  # a view's storage owner
-        self.stale: dict[str, str] = {}  # storage owner -> the in-place op that overwrote it
-
-    def add_value(self, name: str, value: Tensor) -> Ref:
-        self.values[name] = TensorSpec(tuple(_size(s) for s in value.shape), str(value.dtype).removeprefix("torch."))
-        return Ref(name)
-
-    def walk(self, graph: torch.fx.Graph, owner: nn.Module, env: dict[torch.fx.Node, Any], prefix: str) -> Any:
-        """Visit a graph whose placeholders are bound in `env`; the result is its output literal."""
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                env[node] = self._attribute(owner, node, prefix)
-            elif node.op == "call_function":
-                env[node] = self._call(owner, node, env, prefix)
-            elif node.op == "output":
-                return self._literal(node.args[0], env)
-        raise CaptureFailed("the exported graph has no output")
-
-    def _attribute(self, owner: nn.Module, node: torch.fx.Node, prefix: str) -> Any:
-        value = operator.attrgetter(str(node.target))(owner)
-        return self.add_constant(prefix + node.name, value) if isinstance(value, Tensor) else value
-
-    def add_constant(self, name: str, value: Tensor) -> Ref:
-        if value.is_meta or type(value).__name__ == "FakeTensor":
-            raise CaptureFailed(f"constant {name} has no data; build the model on a real device or register it as a buffer")
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        self.constants[name] = Constant(name=name, data=bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
-        return self.add_value(name, value)
-
-    def _call(self, owner: nn.Module, node: torch.fx.Node, env: dict[torch.fx.Node, Any], prefix: str) -> Any:
-        value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-            return _size(value)
-        if isinstance(value, (torch.SymFloat, torch.SymBool, float, bool)) and node.target is not operator.getitem:
-            raise CaptureFailed(f"{node.name} depends on the batch size in a way that is not affine; fix the batch size")
-        if node.target is operator.getitem:
-            return self._literal(node.args[0], env)[node.args[1]]
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._inline(owner, node, env, prefix)
-        target = str(node.target)
-        if target.startswith(_DROPPED):
-            return None
-        return self._op(node, target, env, prefix)
-
-    def _inline(self, owner: nn.Module, node: torch.fx.Node, env: dict[torch.fx.Node, Any], prefix: str) -> Any:
-        name = str(node.target)
-        body_at = next((i for i, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr"), None)
-        if body_at is None or "wrap" not in name:
-            raise CaptureFailed(f"the higher-order op {name} is not supported; write this part with plain tensor ops")
-        body = env[node.args[body_at]]  # type: ignore[index]
-        inner: dict[torch.fx.Node, Any] = {}
-        places = [n for n in body.graph.nodes if n.op == "placeholder"]
-        for place, argument in zip(places, node.args[body_at + 1 :], strict=True):
-            inner[place] = self._literal(argument, env)
-        result = self.walk(body.graph, body, inner, f"{prefix}{node.name}_")
-        if "grad" in name and node.args[0] is False:
-            return tuple(self._detached(r) for r in result)
-        return result
-
-    def _detached(self, ref: Any) -> Any:
-        if not isinstance(ref, Ref):
-            return ref
-        name = f"{ref.name}_detached"
-        self.values[name] = self.values[ref.name]
-        self.ops.append(
-            Op(name=name, target="aten.detach.default", args=(ref,), kwargs={}, results=(name,), module="", pointwise=True)
-        )
-        return Ref(name)
-
-    def _op(self, node: torch.fx.Node, target: str, env: dict[torch.fx.Node, Any], prefix: str) -> Any:
-        overload: Any = node.target
-        args, kwargs = self._literal(node.args, env), self._literal(node.kwargs, env)
-        mutated: str | None = None
-        if overload._schema.is_mutable:
-            if not target.split(".")[1].endswith("_"):
-                raise CaptureFailed(f"{target} writes into its arguments; use the functional op there")
-            mutated = args[0].name
-            overload, target = _functional(overload, target)
-        if target.startswith("aten.new_"):  # only dtype and device come from the operand: a plain creation
-            target, args, kwargs = self._creation(target, args, kwargs)
-        if target.startswith("aten.type_as") or target == "aten.to.other":  # the other operand lends its dtype only
-            target, args, kwargs = "aten.to.dtype", (args[0], Dtype(self.values[args[1].name].dtype)), {}
-        name = prefix + node.name
-        leaves = [v for v in pytree.tree_leaves(node.meta.get("val"))]
-        many = isinstance(node.meta.get("val"), (tuple, list))
-        results = tuple(f"{name}.{i}" if many else name for i in range(len(leaves)))
-        out = tuple(self.add_value(r, v) for r, v in zip(results, leaves, strict=True))
-        op = Op(
-            name=name,
-            target=target,
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            module=_module_path(node),
-            pointwise=torch.Tag.pointwise in overload.tags,
-            inplace=str(node.target) if mutated is not None else "",
-            random=torch.Tag.nondeterministic_seeded in overload.tags,
-        )
-        self._check_storage(op, overload, mutated)
-        self.ops.append(op)
-        if mutated is not None:
-            for key, current in env.items():
-                if isinstance(current, Ref) and current.name == mutated:
-                    env[key] = out[0]
-        return out if many else out[0]
-
-    def _creation(self, target: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
-        source, size, *rest = args
-        kind = target.split(".")[1].removeprefix("new_")
-        fill = {"zeros": 0, "ones": 1, "empty": 0}.get(kind, rest[0] if rest else kwargs.get("fill_value", 0))
-        dtype = kwargs.get("dtype") or Dtype(self.values[source.name].dtype)
-        return "aten.full.default", (size, fill), {"dtype": dtype, "device": Device()}
-
-    def _check_storage(self, op: Op, overload: Any, mutated: str | None) -> None:
-        """Refuse a read of a tensor whose storage an in-place op has changed behind its back."""
-        for operand in op.operands:
-            writer = self.stale.get(self.base.get(operand, operand))
-            if writer is not None and not (operand == mutated):
-                raise CaptureFailed(f"{op.path} reads a view that {writer} changed in place; use the functional op there")
-        if mutated is not None:
-            base = self.base.get(mutated, mutated)
-            if base in self.parameters:
-                raise CaptureFailed(f"{op.path} changes parameter {base} in place in forward; do that outside the model")
-            if base in self.buffers and base != mutated:
-                raise CaptureFailed(f"{op.path} writes into a part of buffer {base}; write the whole buffer")
-            if base in self.buffers:
-                self.writes[base] = op.results[0]
-                self.buffers.add(op.results[0])
-                self.base[op.results[0]] = op.results[0]
-            else:
-                self.stale[base] = op.path
-        elif op.operands and any(r.alias_info is not None for r in overload._schema.returns):
-            for result in op.results:
-                self.base[result] = self.base.get(op.operands[0], op.operands[0])
-
-    def _literal(self, value: Any, env: dict[torch.fx.Node, Any]) -> Any:
-        if isinstance(value, torch.fx.Node):
-            return env[value]
-        if isinstance(value, (tuple, list)):
-            return tuple(self._literal(v, env) for v in value)
-        if isinstance(value, Mapping):
-            return {str(k): self._literal(v, env) for k, v in value.items()}
-        if isinstance(value, torch.dtype):
-            return Dtype(str(value).removeprefix("torch."))
-        if isinstance(value, torch.device):
-            return Device()
-        if isinstance(value, (torch.layout, torch.memory_format)):
-            return None
-        if isinstance(value, torch.SymInt):
-            return _size(value)
-        if value is None or isinstance(value, (int, float, bool, str, complex)):
-            return value
-        raise CaptureFailed(f"argument {value!r} of type {type(value).__name__} is not supported")
-
-
 def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor, ...], *, batch: int | None) -> Graph:
-    builder, env = _Builder(), {}
+    builder, env = Walk(), {}
     state = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers(remove_duplicate=False))}
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -352,7 +185,7 @@ def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor
     )
 
 
-def _last_writes(builder: _Builder) -> list[tuple[str, str]]:
+def _last_writes(builder: Walk) -> list[tuple[str, str]]:
     """Each stored buffer and the value it holds after the step (chains of writes followed to their end)."""
     roots = [b for b in builder.writes if b not in set(builder.writes.values())]
     out = []
@@ -364,7 +197,7 @@ def _last_writes(builder: _Builder) -> list[tuple[str, str]]:
     return out
 
 
-def _used(builder: _Builder, loss: str, outputs: Sequence[str]) -> tuple[Op, ...]:
+def _used(builder: Walk, loss: str, outputs: Sequence[str]) -> tuple[Op, ...]:
     """The ops whose results are used, in order."""
     wanted = {loss, *outputs, *builder.writes.values()}
     kept: list[Op] = []
@@ -373,36 +206,3 @@ def _used(builder: _Builder, loss: str, outputs: Sequence[str]) -> tuple[Op, ...
             wanted.update(op.operands)
             kept.append(op)
     return tuple(reversed(kept))
-
-
-def _functional(overload: Any, target: str) -> tuple[Any, str]:
-    """The functional twin of an in-place overload."""
-    _, name, variant = target.split(".")
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    twin = getattr(packet, variant, None) if packet is not None else None
-    if twin is None:
-        raise CaptureFailed(f"the in-place op {target} has no functional form; write it without the in-place call")
-    return twin, f"aten.{name.removesuffix('_')}.{variant}"
-
-
-def _module_path(node: torch.fx.Node) -> str:
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    if "hook" in path:
-        path = ""
-    return path.removeprefix("model").removeprefix(".").split("@")[0]
-
-
-def _size(value: Any) -> Any:
-    """An int, or the affine `Size` of a symbolic one."""
-    if isinstance(value, int):
-        return value
-    expression = value.node.expr
-    if expression.is_number:
-        return int(expression)
-    (symbol,) = expression.free_symbols
-    const = expression.subs(symbol, 0)
-    coef = expression.subs(symbol, 1) - const
-    if (expression - (coef * symbol + const)).expand() != 0 or not (coef.is_integer and const.is_integer):
-        raise CaptureFailed(f"size {expression} is not affine in the batch; the batch size has to be fixed")
-    return Size(int(coef), int(const))

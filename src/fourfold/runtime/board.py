@@ -10,6 +10,7 @@ network namespaces count as different hosts.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import platform
@@ -52,6 +53,14 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
     if rank == 0:
         os.unlink(path)  # the mappings keep it; nothing is left behind
     return memory
+
+
+def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A tensor in shared memory, on a storage of its own size."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def _reserved(path: str, size: int) -> bool:

@@ -38,11 +38,13 @@ class Post:
 
     def reap(self, known: Consumer) -> None:
         """Let go of what was surely taken in: all up to an action that is known to be done."""
-        gone = [w for w in self.works if w[2] is not None and w[2].place == known.place and w[2].turn <= known.turn]
-        for work, _, _ in gone:
-            work.wait()
-        if gone:
-            self.works = [w for w in self.works if w not in gone]
+        kept = []
+        for work, buffer, consumer in self.works:
+            if consumer is not None and consumer.place == known.place and consumer.turn <= known.turn:
+                work.wait()
+            else:
+                kept.append((work, buffer, consumer))
+        self.works = kept
 
     def finish(self) -> None:
         """Wait until everything sent is gone."""

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fourfold.plans.exchange import Transfer, transfers
-from fourfold.runtime.board import shared_memory, wait_for
+from fourfold.runtime.board import shared_memory, viewed, wait_for
 from fourfold.runtime.carrier import Gathered, add_gradient
 from fourfold.runtime.exchange import put, take
-from fourfold.runtime.shelf import Shelf, reader, viewed, wide
+from fourfold.runtime.shelf import Shelf, reader
 from fourfold.runtime.world import TIMEOUT, World
 
 _LINE = 64  # bytes: counters and areas begin at cache lines
@@ -81,7 +81,7 @@ class Ring:
         ways = {g: Way(g, world) for g in gathered if g.shard.requires_grad}
         capacity = max(RING_BYTES, 2 * max((way.size for way in ways.values()), default=0))
         count = world.mesh.size
-        memory = shared_memory(world.group(wide(world)), count * (2 * _LINE + capacity))
+        memory = shared_memory(world.group(world.wide), count * (2 * _LINE + capacity))
         return Ring(memory, ways, world, capacity) if memory is not None else None
 
     @torch.no_grad()

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fourfold.runtime.board import shared_memory
-from fourfold.runtime.shelf import viewed
+from fourfold.runtime.board import shared_memory, viewed
 from fourfold.runtime.world import World, all_gather_single
 
 CHUNK_BYTES = 4 * 2**20

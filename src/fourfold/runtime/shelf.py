@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fourfold.plans.exchange import Step, Transfer, transfers
 from fourfold.plans.layout import Layout
-from fourfold.runtime.board import Board, shared_memory
+from fourfold.runtime.board import Board, shared_memory, viewed
 from fourfold.runtime.exchange import put, take
 from fourfold.runtime.world import World
 
@@ -41,7 +40,7 @@ class Shelf:
         sizes = [math.prod(shape) * kept[name][1].itemsize for row in shapes for name, shape in row.items()]
         starts = itertools.accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0)
         *offsets, total = starts
-        memory = shared_memory(world.group(wide(world)), max(total, _LINE))
+        memory = shared_memory(world.group(world.wide), max(total, _LINE))
         if memory is None:
             return None
         at = iter(offsets)
@@ -56,22 +55,9 @@ class Shelf:
         self.board.barrier()
 
 
-def wide(world: World) -> tuple[str, ...]:
-    """The axes of more than one rank."""
-    return tuple(axis for axis in world.mesh.names if world.mesh.extent(axis) > 1)
-
-
 def everyones_board(world: World) -> Board | None:
     """The board of all ranks of a mesh, if they share a host; all must ask."""
-    return world.board(wide(world)) if wide(world) and world.device.type == "cpu" else None
-
-
-def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-    """A tensor in shared memory, on a storage of its own size."""
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    return world.board(world.wide) if world.wide and world.device.type == "cpu" else None
 
 
 def reader(step: Step, world: World, sources: Sequence[Tensor]) -> Reader:

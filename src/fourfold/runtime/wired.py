@@ -19,7 +19,6 @@ from torch import Tensor
 from fourfold.plans import buckets
 from fourfold.runtime.carrier import Gathered, add_gradient
 from fourfold.runtime.parcel import Arrived, Parcel
-from fourfold.runtime.shelf import wide
 from fourfold.runtime.world import World
 
 
@@ -129,7 +128,7 @@ class Wired:
         self.place = {size: {g: k for k, b in enumerate(found) for g in b.members} for size, found in self.ahead.items()}
         self.alone = {g: Parcel([g.there], world) for g in everyone}
         self.sums = Sums([g for g in everyone if g.shard.requires_grad], world)
-        self.everyone = world.group(wide(world), "gradients")
+        self.everyone = world.group(world.wide, "gradients")
         self.refills: dict[int, Refills] = {}
         self.size = self.backward = 0
         self.nodes: dict[str, Any] = {}  # by op, in the order they ran: where its backward begins

@@ -63,6 +63,11 @@ class World:
         if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
 
+    @property
+    def wide(self) -> tuple[str, ...]:
+        """The axes of more than one rank."""
+        return tuple(axis for axis in self.mesh.names if self.mesh.extent(axis) > 1)
+
     def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
         key = (purpose, axes)
         if key not in self._groups:
