@@ -48,7 +48,7 @@ class Effort:
 
     sizes: tuple[float, ...] = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
     rounds: int = 3
-    seconds: float = 0.5
+    seconds: float = 0.25
 
 
 FULL = Effort()
@@ -183,13 +183,14 @@ def measured(request: Request) -> Found:
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     stretch = _Stretch(mine is not None)
-    run = _collectives(request, mine, made.get(mine) if mine is not None else None)
+    group = made[mine] if mine is not None else None
+    run = _collectives(request, mine, group)
     effort = request.effort
     sizes = [size for size in effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
     series: dict[float, list[_Times]] = {size: [] for size in sizes}
     for _ in range(effort.rounds):
         for size in sizes:
-            series[size].append(_series(run(int(size)), stretch, effort.seconds))
+            series[size].append(_series(run(int(size)), stretch, group, effort.seconds))
     there = 0.5 if request.collective == "send" else 1.0
     points = tuple((size, *(there * x for x in _middle(found))) for size, found in series.items())
     computing = tuple(one.computing / max(stretch.times, 1) for found in series.values() for one in found)
@@ -207,8 +208,9 @@ def _middle(found: list[_Times]) -> tuple[float, float]:
     return statistics.median(one.seconds for one in found), statistics.median(one.spread for one in found)
 
 
-def _series(once: Callable[[], Any], stretch: _Stretch, seconds: float) -> _Times:
-    """Repetitions of computing alone and of computing and the collective, by turns."""
+def _series(once: Callable[[], Any], stretch: _Stretch, group: Any, seconds: float) -> _Times:
+    """Repetitions of computing alone and of computing and the collective, by turns. Of a group the slowest rank counts, of
+    groups, which need not wait for each other, the mean."""
     once()
     dist.barrier()
     begun, alone, both = time.perf_counter(), [], []
@@ -225,12 +227,15 @@ def _series(once: Callable[[], Any], stretch: _Stretch, seconds: float) -> _Time
         flag = torch.tensor([float(time.perf_counter() - begun < seconds and _uncertainty(both, alone) > ENOUGH)])
         dist.broadcast(flag, 0)
         more = bool(flag.item())
-    slowest, mine = torch.tensor(both, dtype=torch.float64), torch.tensor([_mean(alone), 1.0], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(mine if stretch.times else mine.zero_())
-    ordered, computing = sorted(slowest.tolist()), float(mine[0] / mine[1])
-    quarter = len(ordered) // 4
-    return _Times(max(_mean(ordered) - computing, LEAST), ordered[-1 - quarter] - ordered[quarter], computing)
+    sums = torch.zeros(4, dtype=torch.float64)
+    if group is not None:
+        slowest = torch.tensor(both, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        ordered, quarter = sorted(slowest.tolist()), len(both) // 4
+        sums += torch.tensor([_mean(ordered), ordered[-1 - quarter] - ordered[quarter], _mean(alone), 1.0])
+    dist.all_reduce(sums)
+    taken, spread, computing = (sums[:3] / sums[3]).tolist()
+    return _Times(max(taken - computing, LEAST), spread, computing)
 
 
 def _uncertainty(both: list[float], alone: list[float]) -> float:
