@@ -70,7 +70,7 @@ Row = dict[str, Any]
 def rows(only: Sequence[str] = ()) -> Iterator[Row]:
     """One per rank: model, strategy, ranks, rank, predicted, measured, error; `refused` where there is no such plan."""
     for count in RANKS:
-        with Ranks(count, timeout=600) as ranks:
+        with Ranks(count, timeout=3600) as ranks:
             for model, (text, batch) in MODELS.items():
                 chosen = [way for way in WAYS if _wanted(model, way, count, only)]
                 if chosen:
