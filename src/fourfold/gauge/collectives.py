@@ -10,7 +10,6 @@ than the computing alone.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +31,9 @@ from fourfold.runtime.world import World, all_gather_single, reduce_scatter_sing
 
 REPEATS = 15
 LEAST_SECONDS = 0.1
-ENOUGH = 0.06  # a series goes on until its time is known so well, relative, but no longer than `Effort.seconds`
 LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 15  # of so many repetitions, one is left out
-STRETCH = 2e-3  # seconds of computing before each repetition
+STRETCH = 1.5e-3  # seconds of computing before each repetition
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 SENT = Sources(whole="calibration, from sends between two ranks")
@@ -44,11 +42,12 @@ COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured: which sizes, how many times all of them, and seconds for one of them at most."""
+    """How much is measured: which sizes, how many times all of them (machines have bad moments of seconds), and how many
+    blocks of repetitions each time."""
 
     sizes: tuple[float, ...] = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
     rounds: int = 3
-    seconds: float = 0.25
+    blocks: int = 3
 
 
 FULL = Effort()
@@ -178,70 +177,62 @@ class Found:
 
 
 def measured(request: Request) -> Found:
-    """A collective at every size; all ranks of the process group must call. Machines have bad moments of seconds: the sizes
-    are gone through several times, and the middle one of a size's times counts."""
+    """A collective at every size; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
-    stretch = _Stretch(mine is not None)
     group = made[mine] if mine is not None else None
-    run = _collectives(request, mine, group)
-    effort = request.effort
-    sizes = [size for size in effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
-    series: dict[float, list[_Times]] = {size: [] for size in sizes}
-    for _ in range(effort.rounds):
+    stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
+    sizes = [size for size in request.effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
+    blocks: dict[float, list[_Block]] = {size: [] for size in sizes}
+    for _ in range(request.effort.rounds):
         for size in sizes:
-            series[size].append(_series(run(int(size)), stretch, group, effort.seconds))
+            once = run(int(size))
+            once()
+            blocks[size] += [_block(once, stretch, group) for _ in range(request.effort.blocks)]
     there = 0.5 if request.collective == "send" else 1.0
-    points = tuple((size, *(there * x for x in _middle(found))) for size, found in series.items())
-    computing = tuple(one.computing / max(stretch.times, 1) for found in series.values() for one in found)
+    points = tuple((size, *(there * x for x in _middle(found))) for size, found in blocks.items())
+    computing = tuple(one.computing / max(stretch.times, 1) for found in blocks.values() for one in found)
     return Found(points=points, computing=computing)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
+class _Block:
+    """Seconds of a collective, and of the computing before it."""
+
     seconds: float
-    spread: float
     computing: float
 
 
-def _middle(found: list[_Times]) -> tuple[float, float]:
-    return statistics.median(one.seconds for one in found), statistics.median(one.spread for one in found)
+def _middle(blocks: list[_Block]) -> tuple[float, float]:
+    """The median of all blocks and the distance of their quartiles."""
+    ordered = sorted(block.seconds for block in blocks)
+    quarter = len(ordered) // 4
+    return max(statistics.median(ordered), LEAST), ordered[-1 - quarter] - ordered[quarter]
 
 
-def _series(once: Callable[[], Any], stretch: _Stretch, group: Any, seconds: float) -> _Times:
-    """Repetitions of computing alone and of computing and the collective, by turns. Of a group the slowest rank counts, of
-    groups, which need not wait for each other, the mean."""
-    once()
-    dist.barrier()
-    begun, alone, both = time.perf_counter(), [], []
-    more = True
-    while more:
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            stretch()
-            middle = time.perf_counter()
-            stretch()
-            once()
-            alone.append(middle - start)
-            both.append(time.perf_counter() - middle)
-        flag = torch.tensor([float(time.perf_counter() - begun < seconds and _uncertainty(both, alone) > ENOUGH)])
-        dist.broadcast(flag, 0)
-        more = bool(flag.item())
-    sums = torch.zeros(4, dtype=torch.float64)
-    if group is not None:
-        slowest = torch.tensor(both, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-        ordered, quarter = sorted(slowest.tolist()), len(both) // 4
-        sums += torch.tensor([_mean(ordered), ordered[-1 - quarter] - ordered[quarter], _mean(alone), 1.0])
+def _block(once: Callable[[], Any], stretch: _Stretch, group: Any) -> _Block:
+    """Computing several times, then computing and the collective as often: by how much it takes longer. Of a group the
+    slowest rank counts, of groups, which need not wait for each other, the mean."""
+    alone = _elapsed(stretch, lambda: None, group)
+    both = _elapsed(stretch, once, group)
+    sums = torch.tensor([both - alone, alone, 1.0] if group is not None else [0.0] * 3, dtype=torch.float64)
     dist.all_reduce(sums)
-    taken, spread, computing = (sums[:3] / sums[3]).tolist()
-    return _Times(max(taken - computing, LEAST), spread, computing)
+    seconds, computing = (sums[:2] / sums[2] / REPEATS).tolist()
+    return _Block(seconds, computing)
 
 
-def _uncertainty(both: list[float], alone: list[float]) -> float:
-    """The standard error of the difference of two means, relative to it."""
-    difference = max(statistics.mean(both) - statistics.mean(alone), LEAST)
-    return math.sqrt((statistics.variance(both) + statistics.variance(alone)) / len(both)) / difference
+def _elapsed(stretch: _Stretch, once: Callable[[], Any], group: Any) -> float:
+    """Seconds of some repetitions on the slowest rank of the group; ranks of no group wait meanwhile."""
+    dist.barrier()
+    if group is None:
+        return 0.0
+    begun = time.perf_counter()
+    for _ in range(REPEATS):
+        stretch()
+        once()
+    spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group)
+    return float(spent)
 
 
 def _mean(times: list[float]) -> float:
