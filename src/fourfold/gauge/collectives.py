@@ -30,6 +30,8 @@ from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
 REPEATS = 15
+LEAST_REPEATS = 2
+BLOCK_SECONDS = 0.1  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
 LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 15  # of so many repetitions, one is left out
@@ -187,8 +189,8 @@ def measured(request: Request) -> Found:
     for _ in range(request.effort.rounds):
         for size in sizes:
             once = run(int(size))
-            once()
-            blocks[size] += [_block(once, stretch, group) for _ in range(request.effort.blocks)]
+            repeats = _repeats(once)
+            blocks[size] += [_block(once, stretch, group, repeats) for _ in range(request.effort.blocks)]
     there = 0.5 if request.collective == "send" else 1.0
     points = tuple((size, *(there * x for x in _middle(found))) for size, found in blocks.items())
     computing = tuple(one.computing / max(stretch.times, 1) for found in blocks.values() for one in found)
@@ -210,24 +212,35 @@ def _middle(blocks: list[_Block]) -> tuple[float, float]:
     return max(statistics.median(ordered), LEAST), ordered[-1 - quarter] - ordered[quarter]
 
 
-def _block(once: Callable[[], Any], stretch: _Stretch, group: Any) -> _Block:
+def _repeats(once: Callable[[], Any]) -> int:
+    """How many repetitions make a block, the same on all ranks: few of what takes long."""
+    once()
+    dist.barrier()
+    begun = time.perf_counter()
+    once()
+    spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / float(spent))))
+
+
+def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, repeats: int) -> _Block:
     """Computing several times, then computing and the collective as often: by how much it takes longer. Of a group the
     slowest rank counts, of groups, which need not wait for each other, the mean."""
-    alone = _elapsed(stretch, lambda: None, group)
-    both = _elapsed(stretch, once, group)
+    alone = _elapsed(stretch, lambda: None, group, repeats)
+    both = _elapsed(stretch, once, group, repeats)
     sums = torch.tensor([both - alone, alone, 1.0] if group is not None else [0.0] * 3, dtype=torch.float64)
     dist.all_reduce(sums)
-    seconds, computing = (sums[:2] / sums[2] / REPEATS).tolist()
+    seconds, computing = (sums[:2] / sums[2] / repeats).tolist()
     return _Block(seconds, computing)
 
 
-def _elapsed(stretch: _Stretch, once: Callable[[], Any], group: Any) -> float:
+def _elapsed(stretch: _Stretch, once: Callable[[], Any], group: Any, repeats: int) -> float:
     """Seconds of some repetitions on the slowest rank of the group; ranks of no group wait meanwhile."""
     dist.barrier()
     if group is None:
         return 0.0
     begun = time.perf_counter()
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         stretch()
         once()
     spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
