@@ -65,7 +65,7 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 HOSTS = {name: plan for name, plan in PLANS.items() if name not in ("recompute", "gpipe")}
 PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
-ROUNDS, STEPS, WARM_UP = 2, 7, 2
+ROUNDS, STEPS, WARM_UP = 2, 7, 1
 FOLDER = Path(__file__).parent / "results"
 
 

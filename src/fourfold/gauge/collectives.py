@@ -29,13 +29,13 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
-REPEATS = 15
+REPEATS = 10
 LEAST_REPEATS = 2
 BLOCK_SECONDS = 0.1  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
 LEAST = 1e-6  # seconds: what a collective costs at least
-OUTLIERS = 15  # of so many repetitions, one is left out
-STRETCH = 1.5e-3  # seconds of computing before each repetition
+OUTLIERS = 10  # of so many repetitions, one is left out
+STRETCH = 1e-3  # seconds of computing before each repetition
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 SENT = Sources(whole="calibration, from sends between two ranks")
@@ -49,7 +49,7 @@ class Effort:
 
     sizes: tuple[float, ...] = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
     rounds: int = 3
-    blocks: int = 3
+    blocks: int = 2
 
 
 FULL = Effort()
