@@ -79,6 +79,17 @@ def assert_equal(got: list[Array], expected: list[Array]) -> None:
 
 @laws
 @given(seeds)
+def test_what_a_step_counts_is_what_its_transfers_list(seed: int) -> None:
+    exchange = case(random.Random(seed))
+    for step in (*exchange.steps, *exchange.adjoint.steps):
+        for rank in range(step.mesh.size):
+            listed = [sum(t.numel for t in transfers(step, rank, incoming=way) if t.peer != rank) for way in (True, False)]
+            assert step.given(rank) == listed[1]
+            assert step.pattern == "all_reduce" or step.received(rank) == listed[0]
+
+
+@laws
+@given(seeds)
 def test_the_steps_of_a_random_exchange_do_what_the_definition_says(seed: int) -> None:
     rng = random.Random(seed)
     exchange = case(rng)

@@ -18,7 +18,7 @@ from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
 from fourfold.oracle.stage import BUCKET, StagePrices
 from fourfold.oracle.stream import Streamed, streamed
-from fourfold.plans.boundary import Side, incoming
+from fourfold.plans.boundary import Side, sizes
 from fourfold.plans.pipeline import Pipeline
 from fourfold.timeline import Timeline
 
@@ -84,7 +84,7 @@ class _Estimating:
         lanes = [self._lane(ranks) for ranks in self.pipeline.places]
         machine = Machine(cores={self.cluster.node(r): self.cluster.device(r).cores for r in range(self.plan.size)})
         timeline = Replay(lanes, machine, self._work(), self._messages()).run()
-        ends = {lane.first: max((e.end for e in timeline.events if e.rank == lane.first), default=0.0) for lane in lanes}
+        ends = {lane.first: 0.0 for lane in lanes} | {event.rank: event.end for event in timeline.events}
         after = {lane.first: self._update(lane.first) for lane in lanes}
         critical = max(ends, key=lambda first: ends[first] + sum(after[first]))
         terms = self._terms(timeline, critical, *after[critical])
@@ -155,11 +155,10 @@ class _Estimating:
         dtype = self.pipeline.loss.graph.values[value].dtype
         item = ITEM_BYTES[self.dtypes.get(dtype, dtype)]
         slowest = 0.0
-        for rank in there.ranks:
-            for transfer in incoming(here, there, rank):
-                if transfer.peer != rank:
-                    cost = self.prices.collective("send", ((transfer.peer, rank),), float(transfer.numel * item))
-                    slowest = max(slowest, cost.seconds)
+        for giver, taker, numel in sizes(here, there):
+            if giver != taker:
+                pair = (min(giver, taker), max(giver, taker))
+                slowest = max(slowest, self.prices.collective("send", (pair,), float(numel * item)).seconds)
         return slowest
 
     def _side(self, stage: int, value: str, size: int) -> Side:

@@ -52,11 +52,14 @@ class Forward(Tape):
     keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
     again: list[Node] = field(default_factory=list)  # what the second run of a segment wrote down
     wired: Wires | None = None  # gathered weights travel so; through common memory without it
+    lives: dict[int, tuple[Sequence[tuple[str, ...]], frozenset[int]]] = field(default_factory=dict)  # of the programs' slots
     known: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # by the identity of a step and how its operands lie
 
     def forward(self, program: Program, env: Env) -> None:
         """Run all steps; what is left in the env is what the runtime has then."""
-        free, over = frees(program), overwriting(program)
+        if id(program) not in self.lives:
+            self.lives[id(program)] = frees(program), overwriting(program)
+        free, over = self.lives[id(program)]
         if self.wired is not None:
             self.wired.there.reset()
         at = 0

@@ -46,7 +46,8 @@ def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Pr
     cluster = prices.cluster
     timed = estimate(pipeline, prices, optimizer=optimizer)
     sized = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0)))
-    tightest = max((peak.ranks[0] for peak in sized.peaks), key=lambda rank: sized.of(rank).bytes / cluster.memory(rank))
+    smallest = [min(peak.ranks, key=cluster.memory) for peak in sized.peaks]  # of ranks alike, the one with least memory
+    tightest = max(smallest, key=lambda rank: sized.of(rank).bytes / cluster.memory(rank))
     return Prediction(
         cluster=cluster, estimate=timed, memory=sized, tightest=tightest, capacity=cluster.memory(tightest),
         pipeline=pipeline, prices=prices, optimizer=optimizer,

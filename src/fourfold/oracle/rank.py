@@ -14,6 +14,7 @@ from fourfold.oracle.forward import Forward, Wires, is_gather
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
 from fourfold.oracle.results import Strided
+from fourfold.oracle.rhythm import Rhythm, rhythm
 from fourfold.oracle.tape import Env, Node, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums, bunched, member
 from fourfold.plans.boundary import Side, incoming, outgoing
@@ -83,30 +84,64 @@ class RankReplay:
         if machine.library and any(map(_multiplies, self.stages.values())):
             for _ in range(2):  # threads that multiply: forward's and backward's
                 self.heap.take(machine.library, "library")
+        self.messages: dict[tuple[int, int, str, bool, int], list[tuple[Crossing, list[tuple[int, bool]]]]] = {}
+        self.before: object = None  # how things were when the last period began
         self.held: dict[tuple[int, int], _Held] = {}
         self.came: dict[tuple[int, str, int], list[tuple[Crossing, list[Block]]]] = {}
         self.made: dict[str, Block] = {}  # by the last compute action, for other stages
-        self.letters: list[tuple[Block, int, int]] = []  # sent and not known to be taken in: by whom, at which of its turns
-        self.turns: dict[tuple[int, str, int], tuple[int, int]] = {}
-        for place, row in enumerate(pipeline.plan.timetable.rows):
-            for turn, action in enumerate(row):
-                self.turns[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = (place, turn)
+        self.letters: list[tuple[Block, int, str, int]] = []  # sent and not known to be taken in: for which action
+        self.turns = pipeline.turns
         self._run: dict[str, Callable[[Task], None]] = {
             "F": self._forward, "B": self._backward, "receive": self._receive, "send": self._send, "reduce": self._reduce,
         }  # fmt: skip
 
     def peak(self, ranks: tuple[int, ...]) -> Peak:
         best, action = self.heap.peak, "start"
-        for task in self.pipeline.tasks(self.rank):
+        tasks, at = self.pipeline.tasks(self.rank), 0
+        steady = rhythm(tasks, self.turns, self.pipeline.plan.sizes, (1, len(self.pipeline.places)))
+        while at < len(tasks):
+            at = self._caught_up(steady, at)
+            task = tasks[at]
             if task.kind in self._run:
                 self._run[task.kind](task)
             if self.heap.peak > best:
                 best, action = self.heap.peak, str(task)
+            at += 1
         self._update()
         if self.heap.peak > best:
             best, action = self.heap.peak, "optimizer"
         parts = {kind: size for kind, size in self.heap.parts.items() if size}
         return Peak(ranks=ranks, bytes=best, action=action, op=self.heap.where, parts=parts)
+
+    # --- micro-batches that change nothing ---
+
+    def _caught_up(self, steady: Rhythm | None, at: int) -> int:
+        """The task to go on with: where all is as it was a period ago, the last period but the first in the list."""
+        number = steady.number(at) if steady is not None else None
+        if steady is None or number is None:
+            return at
+        now = self._state(number * steady.shift)
+        same = now == self.before and all(m >= steady.since.get((stage, way), m) for _, stage, way, m in self.letters)
+        self.before = now
+        left = steady.times - 1 - number
+        if not same or left < 1:
+            return at
+        self._shift(left * steady.shift)
+        return at + left * steady.period
+
+    def _state(self, origin: int) -> object:
+        """Everything that decides what the next period does, micro-batches counted from `origin`."""
+        held = sorted((stage, m - origin) for stage, m in self.held)
+        came = sorted((stage, way, m - origin, len(taken)) for (stage, way, m), taken in self.came.items())
+        letters = [(b.size, b.kind, b.holders, stage, way, m - origin) for b, stage, way, m in self.letters]
+        made = [(name, block.size, block.holders) for name, block in self.made.items()]
+        return dict(self.heap.alive), held, came, letters, made
+
+    def _shift(self, shift: int) -> None:
+        """Let what is under way be that of later micro-batches."""
+        self.held = {(stage, m + shift): held for (stage, m), held in self.held.items()}
+        self.came = {(stage, way, m + shift): taken for (stage, way, m), taken in self.came.items()}
+        self.letters = [(block, stage, way, m + shift) for block, stage, way, m in self.letters]
 
     # --- what is there when a step begins ---
 
@@ -224,10 +259,14 @@ class RankReplay:
         for crossing, buffers in self.came.pop((task.stage, task.kind, task.microbatch), []):
             peer = crossing.source if task.kind == "F" else crossing.target
             place, turn = self.turns[peer, task.kind, task.microbatch]
-            gone = [letter for letter in self.letters if letter[1] == place and letter[2] <= turn]
-            self.letters = [letter for letter in self.letters if letter not in gone]
-            for block, _, _ in gone:
-                self.heap.drop(block)
+            kept = []
+            for block, stage, way, m in self.letters:
+                where, when = self.turns[stage, way, m]
+                if where == place and when <= turn:
+                    self.heap.drop(block)
+                else:
+                    kept.append((block, stage, way, m))
+            self.letters = kept
             yield crossing, buffers
 
     def _arrived(self, task: Task, program: Program) -> Env:
@@ -280,15 +319,20 @@ class RankReplay:
 
     def _send(self, task: Task) -> None:
         """What is sent is held until it is known to have been taken in; a part of a tensor is copied first."""
-        consumer = self.turns[task.peer, task.way, task.microbatch]
         for crossing, given in self._transfers(task, incoming_=False):
             for size, whole in given:
                 own = self.made.get(crossing.value) if whole else None
                 block = self.heap.hold(own) if own is not None else self.heap.take(size, "sent")
-                self.letters.append((block, *consumer))
+                self.letters.append((block, task.peer, task.way, task.microbatch))
 
-    def _transfers(self, task: Task, *, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
+    def _transfers(self, task: Task, *, incoming_: bool) -> list[tuple[Crossing, list[tuple[int, bool]]]]:
         """Per crossing tensor, the messages with other ranks: bytes, and whether it is all this rank has."""
+        key = (task.stage, task.peer, task.way, incoming_, self.pipeline.plan.sizes[task.microbatch])
+        if key not in self.messages:
+            self.messages[key] = list(self._listed(task, incoming_))
+        return self.messages[key]
+
+    def _listed(self, task: Task, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
         size, values = self.pipeline.plan.sizes[task.microbatch], self.pipeline.loss.graph.at(1).values
         ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
         for crossing in self.pipeline.between(*ends, task.way):

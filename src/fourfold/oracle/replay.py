@@ -59,6 +59,9 @@ class _State:
     begun: float = 0.0
     running: bool = False
     waiting: float | None = None  # since when
+    speed: float = 1.0
+    since: float = 0.0  # when `left` and `still` were true
+    end: float = math.inf  # when the work, or then the exchanges, will be done at this speed
 
 
 @dataclass(slots=True)
@@ -69,7 +72,11 @@ class _Message:
 
 @dataclass
 class Replay:
-    """One step played through. `work[stage, kind, microbatch]`; `messages[source, target, way]`: seconds on the link."""
+    """One step played through. `work[stage, kind, microbatch]`; `messages[source, target, way]`: seconds on the link.
+
+    At each moment only lanes to which something happened are looked at: a lane whose work ended, one that a message reached,
+    and those whose speed changed because another on their node began or ended something.
+    """
 
     lanes: Sequence[Lane]
     machine: Machine
@@ -80,17 +87,37 @@ class Replay:
 
     def run(self) -> Timeline:
         self.states = [_State() for _ in self.lanes]
+        self.home = {task.stage: k for k, lane in enumerate(self.lanes) for task in lane.tasks if task.kind in ("F", "B")}
+        self.on: dict[int, list[int]] = {}  # node with cores -> lanes
+        for k, lane in enumerate(self.lanes):
+            for node, _ in lane.nodes:
+                if self.machine.cores.get(node, 0):
+                    self.on.setdefault(node, []).append(k)
+        self.busy = dict.fromkeys(self.on, 0)  # ranks at work
+        self.changed: set[int] = set()  # nodes on which that is another number than before
         self.post: dict[tuple[int, int, str, int], _Message] = {}
         self.expected: dict[tuple[int, str, int], list[tuple[int, int, str, int]]] = {}
-        self.coming: list[float] = []
+        self.coming: list[tuple[float, int]] = []  # messages under way: when, to which lane
+        self.ending: list[tuple[float, int]] = []
         self.links: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[int, int, str, int], float] = {}
-        while True:
-            while any([self._started(k) for k in range(len(self.lanes))]):
-                pass
-            if all(s.at == len(lane.tasks) for s, lane in zip(self.states, self.lanes, strict=True)):
-                return Timeline(tuple(self.events))
+        self.sweep = list(range(len(self.lanes)))  # a heap of the lanes still to be looked at
+        self.later: set[int] = set()  # and those to be looked at once more
+        self.open = sum(len(lane.tasks) for lane in self.lanes)  # tasks
+        self._start()
+        while self.open:
             self._advance()
+            self._start()
+        return Timeline(tuple(self.events))
+
+    def _start(self) -> None:
+        """Let lanes do all that they can at this moment, each one thing after the other, in turns."""
+        while self.sweep or self.later:
+            if not self.sweep:
+                self.sweep, self.later = sorted(self.later), set()
+            k = heapq.heappop(self.sweep)
+            if self._started(k):
+                self.later.add(k)
 
     def _started(self, k: int) -> bool:
         """Let a lane do what takes no time and begin what does; whether anything happened."""
@@ -99,9 +126,9 @@ class Replay:
             return False
         task = lane.tasks[state.at]
         if task.kind in ("receive", "send"):
-            self._mail(task)
+            self._mail(task, k)
             self._note(lane, str(task), task.kind, self.now)
-            state.at += 1
+            self._done(state)
             return True
         if not self._ready(task):
             state.waiting = self.now if state.waiting is None else state.waiting
@@ -111,9 +138,12 @@ class Replay:
         work = self.work[task.stage, task.kind, task.microbatch]
         state.waiting, state.running, state.begun = None, True, self.now
         state.left, state.still, state.busy = work.seconds, work.still, work.busy
+        if state.left or lane.near:
+            self._occupy(k, 1)
+        self._timed(k)
         return True
 
-    def _mail(self, task: Task) -> None:
+    def _mail(self, task: Task, k: int) -> None:
         source, target = (task.peer, task.stage) if task.kind == "receive" else (task.stage, task.peer)
         key = (source, target, task.way, task.microbatch)
         message = self.post.setdefault(key, _Message())
@@ -126,7 +156,16 @@ class Replay:
             link = (source, target)
             begin = max(self.now, self.links.get(link, 0.0))
             self.arrivals[key] = self.links[link] = begin + self.messages[source, target, task.way]
-            heapq.heappush(self.coming, self.arrivals[key])
+            self._announce(self.arrivals[key], self.home[target], k)
+
+    def _announce(self, arrival: float, lane: int, now: int) -> None:
+        """A message will reach a lane; if that is at once, the lane is looked at after the one at work now."""
+        if arrival > self.now + 1e-12:
+            heapq.heappush(self.coming, (arrival, lane))
+        elif lane > now and lane not in self.sweep:
+            heapq.heappush(self.sweep, lane)
+        elif lane < now:
+            self.later.add(lane)
 
     def _ready(self, task: Task) -> bool:
         """Whether everything a compute action needs has arrived."""
@@ -137,40 +176,83 @@ class Replay:
 
     def _advance(self) -> None:
         """To the next moment something ends or arrives."""
-        speeds = [self._speed(k) for k in range(len(self.lanes))]
-        ends = [self.now + (s.left or s.still) / v for s, v in zip(self.states, speeds, strict=True) if s.running]
-        while self.coming and self.coming[0] <= self.now + 1e-12:
-            heapq.heappop(self.coming)
-        then = min([*ends, *self.coming[:1]], default=math.inf)
+        self._retime()
+        while self.ending and self.states[self.ending[0][1]].end != self.ending[0][0]:
+            heapq.heappop(self.ending)  # of a lane that has another speed since
+        then = min([*self.ending[:1], *self.coming[:1]], default=(math.inf, 0))[0]
         assert then < math.inf, "the lists wait for each other for ever"
-        for k, (state, speed) in enumerate(zip(self.states, speeds, strict=True)):
-            if state.running:
-                self._spend(k, state, (then - self.now) * speed, then)
         self.now = then
+        ended: set[int] = set()
+        while self.ending and self.ending[0][0] <= then + 1e-12:
+            end, k = heapq.heappop(self.ending)
+            if self.states[k].end == end:
+                ended.add(k)
+        for k in sorted(ended):
+            self._end(k)
+        while self.coming and self.coming[0][0] <= then + 1e-12:
+            ended.add(heapq.heappop(self.coming)[1])
+        self.sweep = sorted(ended)
 
-    def _spend(self, k: int, state: _State, done: float, then: float) -> None:
-        """Let a lane go on with its work or, when that is done, with its exchanges."""
-        if state.left:
-            state.left = state.left - done if state.left > done + 1e-12 else 0.0
-        else:
-            state.still = state.still - done if state.still > done + 1e-12 else 0.0
-        if not state.left and not state.still:
-            lane = self.lanes[k]
-            task = lane.tasks[state.at]
-            self._note(lane, str(task), task.kind, state.begun, then)
-            state.at, state.running = state.at + 1, False
+    def _end(self, k: int) -> None:
+        """A lane's work is done: its exchanges follow, or it is through with its action."""
+        lane, state = self.lanes[k], self.states[k]
+        if state.left and state.still:
+            if not lane.near:
+                self._occupy(k, -1)
+            state.left = 0.0
+            self._timed(k)
+            return
+        if state.left or lane.near:
+            self._occupy(k, -1)
+        state.left = state.still = 0.0
+        task = lane.tasks[state.at]
+        self._note(lane, str(task), task.kind, state.begun)
+        state.running, state.end = False, math.inf
+        self._done(state)
+
+    def _done(self, state: _State) -> None:
+        state.at += 1
+        self.open -= 1
+
+    def _timed(self, k: int) -> None:
+        """When what a lane has begun will end, if nothing changes."""
+        state = self.states[k]
+        state.since, state.speed = self.now, self._speed(k)
+        state.end = self.now + (state.left or state.still) / state.speed
+        heapq.heappush(self.ending, (state.end, k))
+
+    def _occupy(self, k: int, sign: int) -> None:
+        """A lane's ranks take cores, or let go of them."""
+        for node, count in self.lanes[k].nodes if self.on else ():
+            if node in self.on:
+                self.busy[node] += sign * count
+                self.changed.add(node)
+
+    def _retime(self) -> None:
+        """Lanes on nodes where others began or ended something go on at another speed."""
+        for k in sorted({k for node in self.changed for k in self.on[node]}):
+            state = self.states[k]
+            speed = self._speed(k) if state.running else state.speed
+            if speed != state.speed:
+                done = (self.now - state.since) * state.speed
+                if state.left:
+                    state.left = max(state.left - done, math.ulp(state.left))
+                else:
+                    state.still = max(state.still - done, math.ulp(state.still))
+                self._timed(k)
+        self.changed.clear()
 
     def _speed(self, k: int) -> float:
         """How fast a lane works: the slowest of its nodes decides."""
         lane, state = self.lanes[k], self.states[k]
-        if not state.running or (not state.left and not lane.near):
+        if not self.on or (not state.left and not lane.near):
             return 1.0
         slowest = 1.0
         for node, own in lane.nodes:
             cores = self.machine.cores.get(node, 0)
             if not cores:
                 continue
-            busy = self._busy(node)
+            busy = self.busy[node]
             turns = min(1.0, cores / max(busy, 1))
             if state.left:
                 crowd = 1.0 + (state.busy - 1.0) * (min(busy, cores) - 1) / max(cores - 1, 1)
@@ -179,15 +261,5 @@ class Replay:
                 slowest = min(slowest, turns / min(1.0, cores / own))
         return slowest
 
-    def _busy(self, node: int) -> int:
-        """Ranks at work on a node."""
-        out = 0
-        for lane, state in zip(self.lanes, self.states, strict=True):
-            if state.running and (state.left or lane.near):
-                out += sum(count for where, count in lane.nodes if where == node)
-        return out
-
-    def _note(self, lane: Lane, action: str, kind: str, start: float, end: float | None = None) -> None:
-        self.events.append(
-            Event(rank=lane.first, action=action, kind=kind, start=start, end=self.now if end is None else end)
-        )
+    def _note(self, lane: Lane, action: str, kind: str, start: float) -> None:
+        self.events.append(Event(rank=lane.first, action=action, kind=kind, start=start, end=self.now))

@@ -8,7 +8,7 @@ adjoint. Left out: the order in which autograd takes branches, which changes no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from fourfold.graph import Graph
@@ -43,7 +43,7 @@ class StagePrices:
         self.part, self.prices, self.live, self.dtypes = part, prices, live, dtypes
         self.program, self.mesh, self.ranks = part.programs[size], part.stage.mesh, part.stage.ranks
         self.graph: Graph = self.program.graph
-        self.members = [members[0] for members in alike(self.mesh, [self.program])]
+        self.members = [m for members in alike(self.mesh, [self.program]) for m in self._firsts(members)]
         self.gradients = dict.fromkeys(live, True)
         self._known: dict[int, list[KernelTime]] = {}  # by the identity of a step of the program
         self.meeting = Meeting(
@@ -51,6 +51,13 @@ class StagePrices:
         )
         self.gathers = Gathers(self.program, self.meeting)
         self.gathering: dict[str, Move] = {m.target: m for m in self.gathers.moves}
+
+    def _firsts(self, members: Iterable[int]) -> list[int]:
+        """Of members alike, the first on each kind of device."""
+        found: dict[str, int] = {}
+        for member in members:
+            found.setdefault(self.prices.cluster.device(self.ranks[member]).name, member)
+        return list(found.values())
 
     def forward(self) -> list[Item]:
         self.gathers.begin()

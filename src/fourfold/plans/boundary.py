@@ -7,7 +7,7 @@ repeat it from one of the replicas, which take turns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from fourfold.index import IndexSet
 from fourfold.plans.exchange import Transfer
@@ -49,6 +49,24 @@ def incoming(source: Side, target: Side, rank: int) -> list[Transfer]:
     for giver in source.layout.meeting(source.mesh, box, _replica(source, target, me), source.layout.sharded):
         out += _transfer(source.ranks[giver], box, source.box(giver))
     return out
+
+
+def sizes(source: Side, target: Side) -> list[tuple[int, int, int]]:
+    """All messages from one side to the other: giver, taker, elements."""
+    shared = source.ranks if set(source.ranks) & set(target.ranks) else ()
+    found = _sizes(source.layout, source.mesh, target.layout, target.mesh, shared, target.ranks if shared else ())
+    return [(source.ranks[giver], target.ranks[taker], numel) for giver, taker, numel in found]
+
+
+@lru_cache(maxsize=1024)
+def _sizes(
+    have: Layout, mesh: Mesh, want: Layout, other: Mesh, givers: tuple[int, ...], takers: tuple[int, ...]
+) -> list[tuple[int, int, int]]:
+    """By places in the two meshes: stages that lie alike send alike, whatever their ranks, unless they have some in common."""
+    source = Side(have, mesh, givers or tuple(range(mesh.size)))
+    target = Side(want, other, takers or tuple(range(mesh.size, mesh.size + other.size)))
+    found = ((transfer, place) for place, rank in enumerate(target.ranks) for transfer in incoming(source, target, rank))
+    return [(source.place[transfer.peer], place, transfer.numel) for transfer, place in found]
 
 
 def _transfer(peer: int, mine: tuple[IndexSet, ...], theirs: tuple[IndexSet, ...]) -> list[Transfer]:

@@ -62,18 +62,11 @@ class Step:
             group = math.prod(self.mesh.extent(a) for a in self.axes)
             numel = math.prod(self.target.local_shape(self.mesh.coords(rank)))
             return 2 * numel * (group - 1) // group
-        return self._taken(rank, self.target, self.source)
+        return _counted(self, rank, incoming=True)
 
     def given(self, rank: int) -> int:
         """Elements that rank gives to others, one that several take counted for each."""
-        return self._taken(rank, self.source, self.target)
-
-    def _taken(self, rank: int, mine: Layout, theirs: Layout) -> int:
-        """Elements of a rank's box that others' boxes have: as `transfers` lists them, by counting."""
-        at = self.mesh.coords(rank)
-        box, free = mine.box(at), self.free
-        alone = math.prod(len(a & b) for a, b in zip(box, theirs.box(at), strict=True))
-        return theirs.overlap(self.mesh, box, at, free) - alone
+        return _counted(self, rank, incoming=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +98,16 @@ def transfers(step: Step, rank: int, *, incoming: bool) -> list[Transfer]:
             spans = tuple(m.positions(b) for m, b in zip(mine, box, strict=True))
             out.append(Transfer(peer, box, spans))
     return out
+
+
+@lru_cache(maxsize=65536)
+def _counted(step: Step, rank: int, *, incoming: bool) -> int:
+    """Elements of `transfers` with others, without listing these."""
+    mine, theirs = (step.target, step.source) if incoming else (step.source, step.target)
+    at = step.mesh.coords(rank)
+    box = mine.box(at)
+    alone = math.prod(len(a & b) for a, b in zip(box, theirs.box(at), strict=True))
+    return theirs.overlap(step.mesh, box, at, step.free) - alone
 
 
 def _free(source: Layout, target: Layout) -> frozenset[str]:

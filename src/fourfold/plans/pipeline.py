@@ -101,32 +101,48 @@ class Pipeline:
         """The stage that has the loss."""
         return next(part for part in self.parts if part.graph.loss)
 
+    @cached_property
+    def turns(self) -> dict[tuple[int, str, int], tuple[int, int]]:
+        """By stage, way and micro-batch: the place an action is done at, and at which of its turns."""
+        rows = enumerate(self.plan.timetable.rows)
+        return {(a.stage, "F" if a.kind == "F" else "B", a.microbatch): (place, turn) for place, row in rows
+                for turn, a in enumerate(row)}  # fmt: skip
+
     def tasks(self, rank: int) -> tuple[Task, ...]:
         """What a rank does, in order."""
-        place = next(k for k, ranks in enumerate(self.places) if rank in ranks)
+        return self._lists[next(k for k, ranks in enumerate(self.places) if rank in ranks)]
+
+    @cached_property
+    def _lists(self) -> tuple[tuple[Task, ...], ...]:
+        return tuple(map(self._list, range(len(self.places))))
+
+    def _list(self, place: int) -> tuple[Task, ...]:
         row = self.plan.timetable.rows[place]
         posts = _posted(row, self.plan.schedule not in BLOCKING)
         out: list[Task] = []
         for action, received in zip(row, posts, strict=True):
-            out += [task for a in received for task in self._receives(a)]
+            out += [task for a in received for task in self._mail("receive", a)]
             out.append(Task(kind="F" if action.kind == "F" else "B", stage=action.stage, microbatch=action.microbatch))
-            out += self._sends(action)
-        out += [Task(kind="reduce", stage=part.index) for part in self.parts if rank in part.stage.ranks]
+            out += self._mail("send", action)
+        out += [Task(kind="reduce", stage=part.index) for part in self.parts if part.stage.ranks == self.places[place]]
         return (*out, Task(kind="tie")) if self.cut.tied else tuple(out)
 
-    def _receives(self, action: Action) -> list[Task]:
-        if action.kind == "F":
-            peers = dict.fromkeys(c.source for c in self.crossings if c.target == action.stage)
-        else:
-            peers = dict.fromkeys(c.target for c in self.crossings if c.source == action.stage and c.gradient)
-        return [_transfer("receive", action, peer) for peer in peers]
+    def _mail(self, kind: Literal["send", "receive"], action: Action) -> list[Task]:
+        """What is received for an action, or sent after it."""
+        way: Literal["F", "B"] = "F" if action.kind == "F" else "B"
+        peers = self._peers.get((kind, action.stage, way), {})
+        return [Task(kind=kind, stage=action.stage, microbatch=action.microbatch, peer=peer, way=way) for peer in peers]
 
-    def _sends(self, action: Action) -> list[Task]:
-        if action.kind == "F":
-            peers = dict.fromkeys(c.target for c in self.crossings if c.source == action.stage)
-        else:
-            peers = dict.fromkeys(c.source for c in self.crossings if c.target == action.stage and c.gradient)
-        return [_transfer("send", action, peer) for peer in peers]
+    @cached_property
+    def _peers(self) -> dict[tuple[str, int, str], dict[int, None]]:
+        """The stages that a stage receives from or sends to, forward and backward, in the order of what crosses."""
+        out: dict[tuple[str, int, str], dict[int, None]] = {}
+        for c in self.crossings:
+            ends = [("F", c.source, c.target), *([("B", c.target, c.source)] if c.gradient else [])]
+            for way, source, target in ends:
+                out.setdefault(("send", source, way), {})[target] = None
+                out.setdefault(("receive", target, way), {})[source] = None
+        return out
 
     def between(self, source: int, target: int, way: str) -> tuple[Crossing, ...]:
         """The tensors one stage sends another, as values or, backward, as gradients."""
@@ -152,11 +168,6 @@ class Pipeline:
 
 def _flops(program: Program) -> int:
     return sum(c.nest.flops for c in program.computes())
-
-
-def _transfer(kind: Literal["send", "receive"], action: Action, peer: int) -> Task:
-    way: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-    return Task(kind=kind, stage=action.stage, microbatch=action.microbatch, peer=peer, way=way)
 
 
 def _posted(row: tuple[Action, ...], ahead: bool) -> list[list[Action]]:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Plan:
         if not 1 <= self.microbatches <= self.batch:
             raise InvalidInput(f"{self.microbatches} micro-batches of a batch of {self.batch}; use between 1 and {self.batch}")
         _check_ranks(self.stages)
-        check(self.timetable)
+        _ = self.timetable  # refuses a schedule that cannot be
 
     @cached_property
     def parts(self) -> tuple[Stage, ...]:
@@ -112,7 +112,7 @@ class Plan:
     def timetable(self) -> Schedule:
         """Who does what when: a row for each distinct set of ranks."""
         places = len({stage.ranks for stage in self.parts})
-        return schedule_named(self.schedule, places, self.microbatches, chunks=len(self.parts) // places)
+        return _timetable(self.schedule, places, self.microbatches, len(self.parts) // places)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -232,6 +232,14 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"not a plan: {type(error).__name__} {error}; write it with `fourfold plan -o`") from error
+
+
+@lru_cache(maxsize=16)
+def _timetable(name: str, places: int, microbatches: int, chunks: int) -> Schedule:
+    """A checked schedule: plans are made from one another, and most have the schedule of the one before."""
+    found = schedule_named(name, places, microbatches, chunks=chunks)
+    check(found)
+    return found
 
 
 def matches(pattern: str, op: Op) -> bool:

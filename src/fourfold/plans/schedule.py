@@ -119,8 +119,9 @@ def _row_fault(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> str:
     if set(halves) != want:
         missing, extra = want - set(halves), set(halves) - want
         return f"{min(missing, key=str)} is missing" if missing else f"{min(extra, key=str)} does not belong here"
+    at = {half: k for k, half in enumerate(halves)}
     for half in halves:
-        if half.kind == "B" and halves.index(Action(half.stage, "F", half.microbatch)) > halves.index(half):
+        if half.kind == "B" and at[Action(half.stage, "F", half.microbatch)] > at[half]:
             return f"{half} comes before its forward"
     return ""
 
