@@ -1,8 +1,8 @@
 """Predicted before, then measured: step times of every strategy on local ranks and between two hosts joined at 1 Gbit/s.
 
 For each place the machine is calibrated and every plan predicted; the predictions are written down before the first plan
-runs. Then all plans run, in rounds one after the other, and a plan's time is the median of its steps of all rounds. Accuracy
-is 1 - |predicted - measured| / measured, as ParaDL defines it.
+runs. Then all plans run, model by model on fresh processes, in rounds one after the other, and a plan's time is the median of
+its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
 
     python benchmarks/accuracy.py                    # all places, about half an hour
     python benchmarks/accuracy.py --place 2 --only vgg --only data
@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fourfold.cluster import Cluster
+from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.gauge.collectives import calibrated
 from fourfold.gauge.measuring import measured_prices
 from fourfold.oracle.estimate import estimate
@@ -67,6 +71,7 @@ PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
 ROUNDS, STEPS, WARM_UP = 2, 7, 1
 FOLDER = Path(__file__).parent / "results"
+STACK = ExitStack()
 
 
 @dataclass
@@ -129,36 +134,89 @@ def run(row: Row, made: Any, seen: Subject, team: Ranks | Joined) -> None:
             row.steps.append(slowest)
 
 
-def place_rows(place: str, only: list[str], output: Path) -> list[Row]:
-    """All rows of one place, on the ranks this process has or starts."""
-    with crew(int(place) if place != "hosts" else None) as team:
-        say(f"{place}: calibrating")
+def calibrate(place: str, path: Path) -> None:
+    """Measure the place's ranks into a file."""
+    with ranks_of(place) as team:
         for progress in calibrated(team):
             say(f"  {progress.done} of {progress.of}: {progress.next}", end="\r")
-        cluster, seen = progress.cluster, {}
-        rows, plans = [], []
-        for model, plan in cases(place, only):
-            if model not in seen:
-                text, batch = MODELS[model]
-                seen[model] = subject(text, batch=batch)
-            try:
-                row, made = predicted(place, model, plan, seen[model], cluster, team)
-            except Exception as error:
-                say(f"{place} {model} {plan}: refused: {error}")
-                continue
+        if is_leader():
+            save_cluster(progress.cluster, path)
+
+
+def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[Row]:
+    """The rows of a model without their measurements."""
+    rows, (text, batch) = [], MODELS[model]
+    with ranks_of(place) as team:
+        seen = subject(text, batch=batch)
+        for _, plan in (case for case in cases(place, only) if case[0] == model):
+            row, _ = predicted(place, model, plan, seen, cluster, team)
             say(f"{place} {model} {plan}: predicted {row.predicted * 1e3:.1f} ms")
             rows.append(row)
-            plans.append(made)
-        if is_leader():
-            output.write_text(json.dumps([asdict(row) for row in rows]))
-        for number in range(ROUNDS):
-            for row, made in zip(rows, plans, strict=True):
-                run(row, made, seen[row.model], team)
-                if number == ROUNDS - 1:
-                    say(f"{line(row)}")
-        if is_leader():
-            output.write_text(json.dumps([asdict(row) for row in rows]))
     return rows
+
+
+def measure(place: str, model: str, rows: list[Row]) -> list[Row]:
+    """One round of a model's plans, on fresh ranks."""
+    text, batch = MODELS[model]
+    with ranks_of(place) as team:
+        seen = subject(text, batch=batch)
+        for row in rows:
+            strategy, options = PLACES[place][row.plan]
+            run(row, seen.plan(strategy, ranks=team.count, options=Options(**options)), seen, team)
+            say(line(row))
+    return rows
+
+
+def ranks_of(place: str) -> Ranks | Joined:
+    return crew(int(place) if place != "hosts" else None)
+
+
+def place_rows(place: str, only: list[str], folder: Path) -> list[Row]:
+    """All rows of one place: calibrated, predicted, then measured."""
+    file, kept = folder / "cluster.toml", folder / f"{place}.json"
+    models = list(dict.fromkeys(model for model, _ in cases(place, only)))
+    say(f"{place}: calibrating")
+    job(place, "calibrate", file, kept)
+    for model in models:
+        job(place, "predict", file, kept, "--model", model, *(part for text in only for part in ("--only", text)))
+    for _ in range(ROUNDS):
+        for model in models:
+            job(place, "measure", file, kept, "--model", model)
+    return load(kept)
+
+
+def job(place: str, what: str, cluster: Path, rows: Path, *more: str) -> None:
+    """One piece of the work as a program of its own: between hosts under torchrun on each, else here."""
+    command = [sys.executable, __file__, "--place", place, "--job", what, "--cluster", str(cluster), "-o", str(rows), *more]
+    if place == "hosts":
+        _between_hosts()(command, timeout=3600)
+    else:
+        subprocess.run(command, check=True)
+
+
+@cache
+def _between_hosts() -> Any:
+    """Two network namespaces, until the program ends."""
+    from slow_link import hosts
+
+    return STACK.enter_context(hosts(count=2, rate=RATE))
+
+
+def do(options: argparse.Namespace) -> None:
+    """A piece of the work."""
+    (place,), kept = options.place, load(options.output)
+    if options.job == "calibrate":
+        calibrate(place, options.cluster)
+    elif options.job == "predict":
+        kept += predict(place, options.model, options.only, load_cluster(options.cluster))
+    else:
+        measure(place, options.model, [row for row in kept if row.model == options.model])
+    if is_leader():
+        options.output.write_text(json.dumps([asdict(row) for row in kept]))
+
+
+def load(path: Path) -> list[Row]:
+    return [Row(**row) for row in json.loads(path.read_text())] if path.is_file() else []
 
 
 def line(row: Row) -> str:
@@ -193,36 +251,26 @@ def say(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def between_hosts(only: list[str], output: Path) -> list[Row]:
-    """The rows of two network namespaces: this program once more, under torchrun on each."""
-    from slow_link import hosts
-
-    with hosts(count=2, rate=RATE) as start:
-        given = [part for text in only for part in ("--only", text)]
-        start([sys.executable, __file__, "--place", "hosts", "--inside", "-o", str(output), *given], timeout=3600)
-    return [Row(**row) for row in json.loads(output.read_text())]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--place", action="append", choices=PLACES)
     parser.add_argument("--only", action="append", default=[], help="a model, a plan, or model/plan")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-accuracy.json")
+    for inner in ("--job", "--model"):
+        parser.add_argument(inner, help=argparse.SUPPRESS)
+    parser.add_argument("--cluster", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows: list[Row] = []
-    for place in options.place or PLACES:
-        with tempfile.TemporaryDirectory() as folder:
-            output = options.output if options.inside else Path(folder, "rows.json")
-            apart = place == "hosts" and not options.inside
-            rows += between_hosts(options.only, output) if apart else place_rows(place, options.only, output)
-    if options.inside:
+    if options.job:
+        do(options)
         return
+    with STACK, tempfile.TemporaryDirectory() as folder:
+        os.environ["FOURFOLD_CACHE"] = folder  # everything is measured anew
+        rows = [row for place in options.place or PLACES for row in place_rows(place, options.only, Path(folder))]
     for row in rows:
         print(line(row))
     print(summary(rows))
-    path = options.output or FOLDER / f"{time.strftime('%Y-%m-%d')}-accuracy.json"
-    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "rows": [asdict(row) for row in rows]}, indent=1))
+    data = {"date": time.strftime("%Y-%m-%d %H:%M"), "rows": [asdict(row) for row in rows]}
+    options.output.write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":
