@@ -42,6 +42,7 @@ class Facts:
     space: Workspace
     kept: Saving
     passes: tuple[bool, ...]
+    sizes: tuple[int, ...]  # bytes of the operands
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class Forward(Tape):
     again: list[Node] = field(default_factory=list)  # what the second run of a segment wrote down
     wired: Wires | None = None  # gathered weights travel so; through common memory without it
     lives: dict[int, tuple[Sequence[tuple[str, ...]], frozenset[int]]] = field(default_factory=dict)  # of the programs' slots
-    known: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # by the identity of a step and how its operands lie
+    known: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # by the identity of a step
 
     def forward(self, program: Program, env: Env) -> None:
         """Run all steps; what is left in the env is what the runtime has then."""
@@ -108,14 +109,14 @@ class Forward(Tape):
 
     def _facts(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
         """Worked out once for all micro-batches: a step's operands lie the same in each."""
-        key = (id(step), over, *((t.lies, t.var is not None) for t in ins))
+        key = (id(step), over, *[t.var is not None for t in ins])
         if key not in self.known:
             share = Share(step, self.coords, tuple(t.item for t in ins), tuple(ITEM_BYTES[d] for d in step.dtypes))
             space, kept = self._needs(share, [t.var is not None for t in ins])
-            copied = [t.var is not None and t.var.leaf and strided(share, k) for k, t in enumerate(ins)]
+            copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
             self.known[key] = Facts(
                 share=share, lies=tuple(results(share, [t.lies for t in ins], over)), space=space, kept=kept,
-                passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))),
+                passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))), sizes=tuple(t.bytes for t in ins),
             )  # fmt: skip
         return self.known[key]
 
@@ -143,12 +144,11 @@ class Forward(Tape):
         for out, dtype in zip(outs, step.dtypes, strict=True):
             if dtype.startswith(("float", "bfloat", "complex")):
                 out.var = Var(size=out.bytes)
-        sizes = [t.bytes for t in ins]
-        made = [out.var or Var() for out in outs]
+        made, read = [out.var or Var() for out in outs], [t.var for t in ins]
 
         def backward(given: list[Block]) -> list[Block | None]:
             out: list[Block | None] = []
-            for var, size, through in zip((t.var for t in tensors), sizes, facts.passes, strict=True):
+            for var, size, through in zip(read, facts.sizes, facts.passes, strict=True):
                 if var is None:
                     out.append(None)
                 elif through and given:
@@ -158,8 +158,7 @@ class Forward(Tape):
             self.heap.pass_through(space, "workspace")
             return out
 
-        tensors = [Tensor(t.block, t.lies, t.item, t.var) for t in ins]
-        self.nodes.append(Node(step.op.path, [t.var for t in ins], made, saved, backward))
+        self.nodes.append(Node(step.op.path, read, made, saved, backward))
 
     # --- exchanges ---
 
@@ -321,6 +320,10 @@ class Forward(Tape):
             self.heap.drop(tensor.block)
         self._run(nodes)
         return []
+
+
+def _ends(var: Var | None) -> bool:
+    return var is not None and (var.leaf or var.ends)
 
 
 def is_gather(move: Move) -> bool:

@@ -278,7 +278,7 @@ class RankReplay:
             item = ITEM_BYTES[program.graph.values[crossing.value].dtype]
             tensor = Tensor(self._assembled(buffers, math.prod(shape) * item), Strided.fresh(shape), item)
             if crossing.value in self.pipeline.cut.live:
-                tensor.var = Var(leaf=True, size=tensor.bytes)
+                tensor.var = Var(ends=True, size=tensor.bytes)
             out[crossing.value] = tensor
         return out
 

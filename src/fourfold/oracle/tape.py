@@ -19,9 +19,11 @@ from fourfold.plans.mesh import Coords
 
 @dataclass(eq=False, slots=True)
 class Var:
-    """A tensor that has a gradient: the gradient, once it comes; `leaf`: it stays."""
+    """A tensor that has a gradient: the gradient, once it comes; `leaf`: it stays; `ends`: the tape ends here, as at leaves,
+    and a gradient that is a strided part of another is copied."""
 
     leaf: bool = False
+    ends: bool = False
     size: int = 0
     grad: Block | None = None
     turn: int = -1  # of a leaf: the backward that last added to its gradient
