@@ -27,7 +27,7 @@ STRATEGIES = ("data", "filter", "spatial", "data+filter", "splitbrain", "pipelin
 CLUSTERS = ("abci", "dgx-a100", "ethernet-25g-gpu", "ethernet-10g")
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo", "pipeline")
 
-laws = settings(max_examples=25, deadline=None)
+laws = settings(max_examples=12, deadline=None)
 plans = st.tuples(st.sampled_from(NAMES), st.sampled_from(STRATEGIES))
 factors = st.floats(1.0, 100.0)
 

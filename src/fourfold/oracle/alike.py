@@ -16,7 +16,7 @@ def alike(mesh: Mesh, programs: Iterable[Program]) -> list[tuple[int, ...]]:
     """The members of a mesh in sets whose shards have the same sizes in all these programs, in the order of their firsts."""
     owns = dict.fromkeys(own for program in programs for layout in _layouts(program) for own in layout.dims)
     divisions = dict.fromkeys((own.axes, own.counts) for own in owns if len(set(own.counts)) > 1)
-    places = {axes: _places(mesh, axes) for axes, _ in divisions}
+    places = {axes: _places(mesh, axes) for axes in {axes for axes, _ in divisions}}
     found: dict[tuple[int, ...], list[int]] = {}
     for member in range(mesh.size):
         found.setdefault(tuple(counts[places[axes][member]] for axes, counts in divisions), []).append(member)

@@ -18,6 +18,7 @@ from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
 from fourfold.oracle.stage import BUCKET, StagePrices
 from fourfold.oracle.stream import Streamed, streamed
+from fourfold.oracle.traffic import pair_kind
 from fourfold.plans.boundary import Side, sizes
 from fourfold.plans.pipeline import Pipeline
 from fourfold.timeline import Timeline
@@ -154,12 +155,13 @@ class _Estimating:
         here, there = (self._side(stage, value, size) for stage in (source, target))
         dtype = self.pipeline.loss.graph.values[value].dtype
         item = ITEM_BYTES[self.dtypes.get(dtype, dtype)]
-        slowest = 0.0
+        largest: dict[tuple[object, ...], tuple[int, tuple[int, int]]] = {}
         for giver, taker, numel in sizes(here, there):
             if giver != taker:
-                pair = (min(giver, taker), max(giver, taker))
-                slowest = max(slowest, self.prices.collective("send", (pair,), float(numel * item)).seconds)
-        return slowest
+                kind = pair_kind(self.cluster, giver, taker)
+                largest[kind] = max(largest.get(kind, (0, (0, 0))), (numel, (giver, taker)))
+        costs = (self.prices.collective("send", (pair,), float(numel * item)) for numel, pair in largest.values())
+        return max((cost.seconds for cost in costs), default=0.0)
 
     def _side(self, stage: int, value: str, size: int) -> Side:
         part = self.pipeline.parts[stage]

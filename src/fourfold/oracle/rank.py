@@ -6,6 +6,7 @@ Stages' tensors and messages live as long as in `runtime.pipeline`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -89,7 +90,7 @@ class RankReplay:
         self.held: dict[tuple[int, int], _Held] = {}
         self.came: dict[tuple[int, str, int], list[tuple[Crossing, list[Block]]]] = {}
         self.made: dict[str, Block] = {}  # by the last compute action, for other stages
-        self.letters: list[tuple[Block, int, str, int]] = []  # sent and not known to be taken in: for which action
+        self.letters: dict[tuple[int, str], deque[tuple[int, Block]]] = {}  # sent and not known to be taken in, by taker
         self.turns = pipeline.turns
         self._run: dict[str, Callable[[Task], None]] = {
             "F": self._forward, "B": self._backward, "receive": self._receive, "send": self._send, "reduce": self._reduce,
@@ -121,7 +122,8 @@ class RankReplay:
         if steady is None or number is None:
             return at
         now = self._state(number * steady.shift)
-        same = now == self.before and all(m >= steady.since.get((stage, way), m) for _, stage, way, m in self.letters)
+        firsts = {key: queue[0][0] for key, queue in self.letters.items() if queue}
+        same = now == self.before and all(m >= steady.since.get(key, m) for key, m in firsts.items())
         self.before = now
         left = steady.times - 1 - number
         if not same or left < 1:
@@ -133,7 +135,7 @@ class RankReplay:
         """Everything that decides what the next period does, micro-batches counted from `origin`."""
         held = sorted((stage, m - origin) for stage, m in self.held)
         came = sorted((stage, way, m - origin, len(taken)) for (stage, way, m), taken in self.came.items())
-        letters = [(b.size, b.kind, b.holders, stage, way, m - origin) for b, stage, way, m in self.letters]
+        letters = {key: [(m - origin, b.size, b.kind, b.holders) for m, b in queue] for key, queue in self.letters.items()}
         made = [(name, block.size, block.holders) for name, block in self.made.items()]
         return dict(self.heap.alive), held, came, letters, made
 
@@ -141,7 +143,7 @@ class RankReplay:
         """Let what is under way be that of later micro-batches."""
         self.held = {(stage, m + shift): held for (stage, m), held in self.held.items()}
         self.came = {(stage, way, m + shift): taken for (stage, way, m), taken in self.came.items()}
-        self.letters = [(block, stage, way, m + shift) for block, stage, way, m in self.letters]
+        self.letters = {key: deque((m + shift, block) for m, block in queue) for key, queue in self.letters.items()}
 
     # --- what is there when a step begins ---
 
@@ -259,14 +261,9 @@ class RankReplay:
         for crossing, buffers in self.came.pop((task.stage, task.kind, task.microbatch), []):
             peer = crossing.source if task.kind == "F" else crossing.target
             place, turn = self.turns[peer, task.kind, task.microbatch]
-            kept = []
-            for block, stage, way, m in self.letters:
-                where, when = self.turns[stage, way, m]
-                if where == place and when <= turn:
-                    self.heap.drop(block)
-                else:
-                    kept.append((block, stage, way, m))
-            self.letters = kept
+            for (stage, way), queue in self.letters.items():
+                while queue and _by(self.turns[stage, way, queue[0][0]], place, turn):
+                    self.heap.drop(queue.popleft()[1])
             yield crossing, buffers
 
     def _arrived(self, task: Task, program: Program) -> Env:
@@ -323,7 +320,7 @@ class RankReplay:
             for size, whole in given:
                 own = self.made.get(crossing.value) if whole else None
                 block = self.heap.hold(own) if own is not None else self.heap.take(size, "sent")
-                self.letters.append((block, task.peer, task.way, task.microbatch))
+                self.letters.setdefault((task.peer, task.way), deque()).append((task.microbatch, block))
 
     def _transfers(self, task: Task, *, incoming_: bool) -> list[tuple[Crossing, list[tuple[int, bool]]]]:
         """Per crossing tensor, the messages with other ranks: bytes, and whether it is all this rank has."""
@@ -370,6 +367,11 @@ class RankReplay:
         for stage in self.stages.values() if not self.machine.host else ():
             for size, count in self._rounds(stage):
                 self.heap.pass_through((1 + 2 * count) * size, "slices")
+
+
+def _by(action: tuple[int, int], place: int, turn: int) -> bool:
+    """Whether an action is done at a place, at a turn or before."""
+    return action[0] == place and action[1] <= turn
 
 
 def _multiplies(stage: _Stage) -> bool:

@@ -101,8 +101,7 @@ class Replay:
         self.ending: list[tuple[float, int]] = []
         self.links: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[int, int, str, int], float] = {}
-        self.sweep = list(range(len(self.lanes)))  # a heap of the lanes still to be looked at
-        self.later: set[int] = set()  # and those to be looked at once more
+        self.looked = list(range(len(self.lanes)))  # lanes to be looked at
         self.open = sum(len(lane.tasks) for lane in self.lanes)  # tasks
         self._start()
         while self.open:
@@ -111,13 +110,11 @@ class Replay:
         return Timeline(tuple(self.events))
 
     def _start(self) -> None:
-        """Let lanes do all that they can at this moment, each one thing after the other, in turns."""
-        while self.sweep or self.later:
-            if not self.sweep:
-                self.sweep, self.later = sorted(self.later), set()
-            k = heapq.heappop(self.sweep)
-            if self._started(k):
-                self.later.add(k)
+        """Let lanes do all that they can at this moment, one after the other."""
+        while self.looked:
+            k = self.looked.pop(0)
+            while self._started(k):
+                pass
 
     def _started(self, k: int) -> bool:
         """Let a lane do what takes no time and begin what does; whether anything happened."""
@@ -126,7 +123,7 @@ class Replay:
             return False
         task = lane.tasks[state.at]
         if task.kind in ("receive", "send"):
-            self._mail(task, k)
+            self._mail(task)
             self._note(lane, str(task), task.kind, self.now)
             self._done(state)
             return True
@@ -143,7 +140,7 @@ class Replay:
         self._timed(k)
         return True
 
-    def _mail(self, task: Task, k: int) -> None:
+    def _mail(self, task: Task) -> None:
         source, target = (task.peer, task.stage) if task.kind == "receive" else (task.stage, task.peer)
         key = (source, target, task.way, task.microbatch)
         message = self.post.setdefault(key, _Message())
@@ -155,17 +152,11 @@ class Replay:
         if message.sent is not None and message.posted is not None:
             link = (source, target)
             begin = max(self.now, self.links.get(link, 0.0))
-            self.arrivals[key] = self.links[link] = begin + self.messages[source, target, task.way]
-            self._announce(self.arrivals[key], self.home[target], k)
-
-    def _announce(self, arrival: float, lane: int, now: int) -> None:
-        """A message will reach a lane; if that is at once, the lane is looked at after the one at work now."""
-        if arrival > self.now + 1e-12:
-            heapq.heappush(self.coming, (arrival, lane))
-        elif lane > now and lane not in self.sweep:
-            heapq.heappush(self.sweep, lane)
-        elif lane < now:
-            self.later.add(lane)
+            arrival = self.arrivals[key] = self.links[link] = begin + self.messages[source, target, task.way]
+            if arrival > self.now + 1e-12:
+                heapq.heappush(self.coming, (arrival, self.home[target]))
+            else:
+                self.looked.append(self.home[target])
 
     def _ready(self, task: Task) -> bool:
         """Whether everything a compute action needs has arrived."""
@@ -191,7 +182,7 @@ class Replay:
             self._end(k)
         while self.coming and self.coming[0][0] <= then + 1e-12:
             ended.add(heapq.heappop(self.coming)[1])
-        self.sweep = sorted(ended)
+        self.looked = sorted(ended)
 
     def _end(self, k: int) -> None:
         """A lane's work is done: its exchanges follow, or it is through with its action."""

@@ -75,6 +75,14 @@ def traffic(cluster: Cluster, groups: Groups) -> Traffic:
     return Traffic(channels=tuple(sorted(found or {ALONE}, key=lambda c: (c.level, c.ranks, c.ring))), groups=len(groups))
 
 
+def pair_kind(cluster: Cluster, a: int, b: int) -> tuple[object, ...]:
+    """What the traffic of two ranks alone depends on: pairs of one kind need be looked at once."""
+    outermost = cluster.level((a, b))
+    assert outermost is not None, "two ranks"
+    sizes = ((cluster.unit_devices(a, level), cluster.unit_devices(b, level)) for level in range(-1, outermost + 1))
+    return outermost, *sizes, *(_ports(cluster, a, level) == _ports(cluster, b, level) for level in range(outermost + 1))
+
+
 def _crossings(cluster: Cluster, group: Sequence[int]) -> list[_Crossing]:
     outermost = cluster.level(group)
     assert outermost is not None, "a group has two ranks or more"

@@ -71,8 +71,8 @@ class Own:
 
     def place(self, coords: Coords) -> int:
         """Which of the sets belongs to some coordinates."""
-        if not self.axes:
-            return 0
+        if len(self.axes) < 2:
+            return coords[self.axes[0]] if self.axes else 0
         flat = 0
         for axis, extent in zip(self.axes, self.extents, strict=True):
             flat = flat * extent + coords[axis]

@@ -93,14 +93,14 @@ def check(schedule: Schedule) -> None:
         fault = _row_fault(schedule, rank, row)
         if fault:
             raise InvalidInput(f"schedule {schedule.name}, rank {rank}: {fault}\n{grid(schedule.rows, rank)}")
-    done: set[Action] = set()
+    done: set[tuple[int, Kind, int]] = set()
     at = [0] * schedule.ranks
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.rows):
-            while at[rank] < len(row) and all(n in done for h in row[at[rank]].halves for n in needs(schedule, h)):
-                done.update(row[at[rank]].halves)
+            while at[rank] < len(row) and all(done.issuperset(_needs(schedule, h)) for h in row[at[rank]].halves):
+                done.update((h.stage, h.kind, h.microbatch) for h in row[at[rank]].halves)
                 at[rank] += 1
                 moved = True
     stuck = next((r for r, row in enumerate(schedule.rows) if at[r] < len(row)), None)
@@ -110,31 +110,33 @@ def check(schedule: Schedule) -> None:
 
 
 def _row_fault(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> str:
-    want = {Action(s, k, m) for s in range(rank, schedule.stages, schedule.ranks) for k in ("F", "B")
-            for m in range(schedule.microbatches)}  # fmt: skip
-    halves = [h for action in row for h in action.halves if h.microbatch >= 0]
-    if len(halves) != len(set(halves)):
-        twice = next(h for h in halves if halves.count(h) > 1)
-        return f"{twice} stands twice"
-    if set(halves) != want:
-        missing, extra = want - set(halves), set(halves) - want
-        return f"{min(missing, key=str)} is missing" if missing else f"{min(extra, key=str)} does not belong here"
+    stages = range(rank, schedule.stages, schedule.ranks)
+    kinds: tuple[Kind, ...] = ("F", "B")
+    want = {(s, kind, m) for s in stages for kind in kinds for m in range(schedule.microbatches)}
+    halves = [(h.stage, h.kind, h.microbatch) for action in row for h in action.halves if h.microbatch >= 0]
     at = {half: k for k, half in enumerate(halves)}
-    for half in halves:
-        if half.kind == "B" and at[Action(half.stage, "F", half.microbatch)] > at[half]:
-            return f"{half} comes before its forward"
-    return ""
+    if len(halves) != len(at):
+        return f"{Action(*next(h for h in halves if halves.count(h) > 1))} stands twice"
+    if missing := [Action(*half) for half in want - at.keys()]:
+        return f"{min(missing, key=str)} is missing"
+    if extra := [Action(*half) for half in at.keys() - want]:
+        return f"{min(extra, key=str)} does not belong here"
+    early = next(((s, m) for s, kind, m in halves if kind == "B" and at[s, "F", m] > at[s, "B", m]), None)
+    return f"{Action(early[0], 'B', early[1])} comes before its forward" if early else ""
 
 
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     """What must be done elsewhere, or before, for an action to start."""
+    return tuple(Action(*other) for other in _needs(schedule, action))
+
+
+def _needs(schedule: Schedule, action: Action) -> tuple[tuple[int, Kind, int], ...]:
     s, m = action.stage, action.microbatch
     if m < 0:
         return ()
     if action.kind == "F":
-        return (Action(s - 1, "F", m),) if s else ()
-    own = (Action(s, "F", m),)
-    return own if s == schedule.stages - 1 else (*own, Action(s + 1, "B", m))
+        return ((s - 1, "F", m),) if s else ()
+    return ((s, "F", m),) if s == schedule.stages - 1 else ((s, "F", m), (s + 1, "B", m))
 
 
 def _warmed(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
