@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle import gpu
 from fourfold.oracle.heap import Block, Gathered
 from fourfold.oracle.moving import Moved, moving
@@ -111,7 +110,7 @@ class Forward(Tape):
         """Worked out once for all micro-batches: a step's operands lie the same in each."""
         key = (id(step), over, *[t.var is not None for t in ins])
         if key not in self.known:
-            share = Share(step, self.coords, tuple(t.item for t in ins), tuple(ITEM_BYTES[d] for d in step.dtypes))
+            share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self.machine.item, step.dtypes)))
             space, kept = self._needs(share, [t.var is not None for t in ins])
             copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
             self.known[key] = Facts(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fourfold.graph.spec import ITEM_BYTES
+
 LARGE, ROUND, SPLIT = 10 * 2**20, 2 * 2**20, 2**20
 """CUDA's caching allocator in torch: from `LARGE` on memory comes in multiples of `ROUND`, and what is left of them beside a
 tensor becomes a block of its own only if it is more than `SPLIT`; else it counts with the tensor."""
@@ -15,7 +17,8 @@ class Machine:
 
     `granularity`: bytes the allocator rounds up to; `block` as in `workspace`; `host`: ranks share one and sum gradients in
     memory they have in common; `gpu`: kernels are CUDA's, and so is the allocator; `library`: bytes that cuBLAS takes from
-    the allocator for good when a thread first multiplies, of which there are two, forward's and backward's.
+    the allocator for good when a thread first multiplies, of which there are two, forward's and backward's; `double`: what
+    the graph has in float32 is float64.
     """
 
     granularity: int = 1
@@ -23,6 +26,11 @@ class Machine:
     host: bool = True
     gpu: bool = False
     library: int = 0
+    double: bool = False
+
+    def item(self, dtype: str) -> int:
+        """Bytes of an element."""
+        return ITEM_BYTES["float64" if self.double and dtype == "float32" else dtype]
 
     def rounded(self, size: int) -> int:
         """Bytes the allocator counts for a tensor."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fourfold.cluster import Cluster, Device
+from fourfold.cluster import Cluster, Device, Precision
 from fourfold.oracle.estimate import Estimate, estimate
 from fourfold.oracle.limits import Finding, findings
 from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
@@ -45,7 +45,7 @@ def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Pr
     """The predicted step of a plan: how long, how many bytes."""
     cluster = prices.cluster
     timed = estimate(pipeline, prices, optimizer=optimizer)
-    sized = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0)))
+    sized = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0), prices.precision))
     smallest = [min(peak.ranks, key=cluster.memory) for peak in sized.peaks]  # of ranks alike, the one with least memory
     tightest = max(smallest, key=lambda rank: sized.of(rank).bytes / cluster.memory(rank))
     return Prediction(
@@ -54,5 +54,5 @@ def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Pr
     )  # fmt: skip
 
 
-def _machine(device: Device) -> Machine:
-    return CPU if device.kind == "cpu" else CUDA
+def _machine(device: Device, precision: Precision) -> Machine:
+    return replace(CPU if device.kind == "cpu" else CUDA, double=precision == "fp64")

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.forward import Forward, Wires, is_gather
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
@@ -159,7 +158,7 @@ class RankReplay:
         for name, layout in program.stored.items():
             if name in crossing:
                 continue
-            item = ITEM_BYTES[graph.values[name].dtype]
+            item = self.machine.item(graph.values[name].dtype)
             tensor = self._stored(layout, item, coords, "inputs" if name in given else "weights", part, name)
             if name in known and known[name].trainable:
                 tensor.var = Var(leaf=True, size=tensor.bytes)
@@ -179,7 +178,7 @@ class RankReplay:
         """Optimizer state, gradients' places in common or flat memory, slices on the shelf."""
         program, values = stage.program, stage.program.graph.values
         for name, layout in program.updates.items():
-            size = math.prod(layout.local_shape(stage.coords)) * ITEM_BYTES[values[name].dtype]
+            size = math.prod(layout.local_shape(stage.coords)) * self.machine.item(values[name].dtype)
             for _ in range(STATE[self.optimizer]):
                 self.heap.take(size, "optimizer")
         for name in program.reductions:
@@ -211,7 +210,7 @@ class RankReplay:
         rows: dict[tuple[tuple[str, ...], str], int] = {}
         for name, layout in program.updates.items():
             for step in Exchange(program.mesh, layout, program.stored[name]).steps:
-                row = math.prod(layout.local_shape(stage.coords)[1:]) * ITEM_BYTES[values[name].dtype]
+                row = math.prod(layout.local_shape(stage.coords)[1:]) * self.machine.item(values[name].dtype)
                 key = (step.axes, values[name].dtype)
                 rows[key] = max(rows.get(key, CHUNK_BYTES), row)
         return [(size, math.prod(program.mesh.extent(a) for a in axes)) for (axes, _), size in rows.items()]
@@ -272,7 +271,7 @@ class RankReplay:
         for crossing, buffers in self._fetched(task):
             layout = self.pipeline.parts[task.stage].slot_layout(crossing.value, self.pipeline.plan.sizes[task.microbatch])
             shape = layout.local_shape(self.stages[task.stage].coords)
-            item = ITEM_BYTES[program.graph.values[crossing.value].dtype]
+            item = self.machine.item(program.graph.values[crossing.value].dtype)
             tensor = Tensor(self._assembled(buffers, math.prod(shape) * item), Strided.fresh(shape), item)
             if crossing.value in self.pipeline.cut.live:
                 tensor.var = Var(ends=True, size=tensor.bytes)
@@ -337,7 +336,7 @@ class RankReplay:
             items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
             mine = target if incoming_ else source
             whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))
-            item = ITEM_BYTES[values[crossing.value].dtype]
+            item = self.machine.item(values[crossing.value].dtype)
             yield crossing, [(t.numel * item, t.numel == whole) for t in items if not (incoming_ and t.peer == self.rank)]
 
     def _side(self, stage: int, value: str, size: int) -> Side:
@@ -359,7 +358,7 @@ class RankReplay:
     def _update(self) -> None:
         self.heap.now = "optimizer"
         sizes = [
-            math.prod(layout.local_shape(stage.coords)) * ITEM_BYTES[stage.program.graph.values[name].dtype]
+            math.prod(layout.local_shape(stage.coords)) * self.machine.item(stage.program.graph.values[name].dtype)
             for stage in self.stages.values()
             for name, layout in stage.program.updates.items()
         ]
