@@ -72,9 +72,12 @@ def _conv(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     padded = share.padded()
     border = _border(share) if gradients[0] else 0
     x = padded or x
-    if not block or share.items[0] != 4 or len(w) < 4:
+    if not block or share.items[0] not in (4, 8) or len(w) < 4:
         return Workspace(backward=border)
     kernel, y = math.prod(w[2:]), share.results[0]
+    if share.items[0] == 8:  # oneDNN has no float64: windows of all samples are unfolded into columns
+        columns = 8 * x[0] * w[1] * kernel * math.prod(y[2:]) if kernel > 1 else 0
+        return Workspace(columns, columns + border)
     item, groups = share.items[0], max(x[1] // max(w[1], 1), 1)
     if not _onednn(share, x, w, groups):
         columns = item * w[1] * kernel * math.prod(y[2:]) if kernel > 1 else 0
