@@ -1,95 +1,72 @@
-"""Kernels of the built-in networks on one GPU: raw times from which the efficiency curves of a device are fitted.
+"""Kernels of the built-in networks on one GPU: raw times from which the efficiency of a device is fitted.
 
-Every distinct local kernel of several networks at several batch sizes runs by itself, forward and backward, in fp32, tf32
-and bf16. Launches follow one another without waiting, so that a kernel shorter than its launch shows the launch. Rows hold
-the work (FLOPs, bytes) and the times; `fit` in fourfold.oracle.efficiency makes curves of them.
+Every distinct local kernel of several networks at several sizes runs by itself, forward and backward, in fp32, tf32 and bf16
+(autocast's dtypes). Seconds of the device and of the host are measured apart (`fourfold.gauge.device`); `cudnn.benchmark` is
+on. Kernels come in a shuffled order, so that a run cut short by its time limit has some of every kind. `fit` in
+fourfold.oracle.efficiency makes the shipped file of the rows; sizes are others than those of `device_steps.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import random
+import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from fourfold.gauge.kernels import Alone, Sample, samples
+from fourfold.gauge.device import DeviceKernel, queued
+from fourfold.gauge.kernels import Sample, samples
+from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.efficiency import family_of
 from fourfold.plans import named, pipeline
-from fourfold.runtime.kernels import Local, Randomness, build
 
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
-    ("vgg16", {}, (1, 8, 32)),
-    ("resnet50", {}, (1, 8, 64)),
+    ("alexnet", {}, (16, 384)),
+    ("vgg16", {}, (2, 8, 32, 96)),
+    ("resnet50", {}, (2, 8, 64, 256)),
     ("cosmoflow", {"size": 128}, (1, 8)),
-    ("unet3d", {"size": 64, "width": 32}, (1, 4)),
-    ("gpt2", {"layers": 1, "width": 1024, "heads": 16, "length": 1024}, (1, 8)),
-    ("gpt2", {"layers": 1, "width": 256, "heads": 4, "length": 256}, (1, 16)),
+    ("cosmoflow", {"size": 64}, (8,)),
+    ("unet3d", {"size": 64, "width": 32}, (1, 8)),
+    ("unet3d", {"size": 96, "width": 32}, (4,)),
+    ("unet3d", {"size": 96, "width": 16}, (2,)),
+    ("gpt2", {"layers": 1, "width": 1024, "heads": 16, "length": 1024}, (1, 6)),
+    ("gpt2", {"layers": 1, "width": 512, "heads": 8, "length": 1024}, (8, 24)),
+    ("gpt2", {"layers": 1, "width": 256, "heads": 4, "length": 256}, (16,)),
     ("gnmt", {}, (8, 64)),
 ]
-PRECISIONS = {"fp32": ("float32", False), "tf32": ("float32", True), "bf16": ("bfloat16", True)}
-LEAST_SECONDS = 0.01
-CHAINED = 8
-CHAINED_BYTES = 2e9  # larger kernels are chained twice only
+PRECISIONS = ("fp32", "tf32", "bf16")
+DEVICE = torch.device("cuda")
 
 
-class Bound:
-    """A kernel on made-up tensors on a device."""
-
-    def __init__(self, sample: Sample, device: torch.device, dtypes: dict[str, torch.dtype]) -> None:
-        local = Local(Alone(sample.mesh, sample.member, device, None), Randomness(), dtypes)
-        self.run = build(sample.step, local)
-        self.tensors = []
-        for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True):
-            dtype = getattr(torch, spec.dtype)
-            made = torch.rand(spec.shape, device=device).add_(0.1).to(dtype) if dtype.is_floating_point else None
-            self.tensors.append(
-                made.requires_grad_(wanted) if made is not None else torch.zeros(spec.shape, dtype=dtype, device=device)
-            )
-        self.leaves = [t for t in self.tensors if t.requires_grad]
-        self.chained = CHAINED if sample.kernel.moved < CHAINED_BYTES else 2
-        self.links = [[t.detach().requires_grad_(t.requires_grad) for t in self.tensors] for _ in range(self.chained)]
-        self.ends = [t for link in self.links for t in link if t.requires_grad]
-        self.grads: list[torch.Tensor] = []
-
-    def forward(self) -> None:
-        with torch.no_grad():
-            self.run(*self.tensors)
-
-    def both(self) -> None:
-        """Several forwards and one backward through all: in a step the engine is entered once, not for every op."""
-        outs = []
-        for link in self.links:
-            result = self.run(*link)
-            outs += [t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.requires_grad]
-        if outs:
-            self.grads = self.grads or [torch.ones_like(t) for t in outs]
-            torch.autograd.grad(outs, self.ends, self.grads, allow_unused=True)
+def wanted() -> dict[tuple[str, str], Sample]:
+    """The kernels to time by precision and key; in fp32 only those that tf32 changes."""
+    out: dict[tuple[str, str], Sample] = {}
+    for name, arguments, batches in CASES:
+        with torch.device("meta"):
+            plain = capture(*MODELS[name](**arguments, batch=2))
+        cast = under_autocast(plain)
+        for precision in PRECISIONS:
+            graph = cast if precision == "bf16" else plain
+            for batch in batches:
+                found = samples(pipeline(graph, named("data", graph, ranks=1, batch=batch)), {})
+                out |= {(precision, k): s for k, s in found.items() if precision != "fp32" or s.kernel.matrix}
+    order = list(out.items())
+    random.Random(0).shuffle(order)
+    return dict(order)
 
 
-def seconds(once: Any) -> float:
-    """Seconds per call of many in a row, the median of three series."""
-    for _ in range(3):
-        once()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    once()
-    torch.cuda.synchronize()
-    count = max(3, min(200, int(LEAST_SECONDS / max(time.perf_counter() - begun, 1e-6))))
-    found = []
-    for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(count):
-            once()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / count)
-    return statistics.median(found)
+def row(precision: str, sample: Sample) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    kernel = sample.kernel
+    found = DeviceKernel(sample, DEVICE, autocast=precision == "bf16").timed()
+    return {"precision": precision, "target": kernel.target, "way": kernel.way, "arguments": kernel.arguments,
+            "operands": [[s.shape, s.dtype] for s in kernel.operands], "results": [[s.shape, s.dtype] for s in kernel.results],
+            "gradients": kernel.gradients, "flops": kernel.flops, **asdict(found)}  # fmt: skip
 
 
 def main() -> None:
@@ -97,53 +74,42 @@ def main() -> None:
     parser.add_argument("-o", "--output", required=True)
     parser.add_argument("--minutes", type=float, default=6.0)
     options = parser.parse_args()
-    device, end, rows = torch.device("cuda"), time.monotonic() + 60 * options.minutes, []
-    wanted: dict[tuple[str, str], Sample] = {}
-    for name, arguments, batches in CASES:
-        with torch.device("meta"):
-            graph = capture(*MODELS[name](**arguments, batch=2))
-        for batch in batches:
-            lowered = pipeline(graph, named("data", graph, ranks=1, batch=batch))
-            for precision, (dtype, _) in PRECISIONS.items():
-                found = samples(lowered, {"float32": dtype})
-                wanted.update({(precision, key): sample for key, sample in found.items()})
-    print(f"{len(wanted)} kernels on {torch.cuda.get_device_name()}", flush=True)
-    failed: dict[str, str] = {}
-    for (precision, key), sample in wanted.items():
+    torch.backends.cudnn.benchmark = True
+    sys.setrecursionlimit(20000)
+    end, rows, failed = time.monotonic() + 60 * options.minutes, [], {}
+    todo = wanted()
+    print(f"{len(todo)} kernels on {torch.cuda.get_device_name()}", flush=True)
+    for (precision, _), sample in todo.items():
         if time.monotonic() > end:
             print("out of time", flush=True)
             break
-        dtype, fast = PRECISIONS[precision]
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = fast and dtype == "float32"
-        kernel = sample.kernel
         try:
-            run = Bound(sample, device, {"float32": getattr(torch, dtype)})
-            one = seconds(run.forward)
-            two = seconds(run.both) / run.chained if run.leaves else one
+            rows.append(row(precision, sample))
         except Exception as error:
-            failed[f"{precision} {kernel.target}"] = str(error).splitlines()[0][:200]
-            continue
-        rows.append({"precision": precision, "family": family_of(kernel), "target": kernel.target, "key": key,
-                     "flops": kernel.flops, "bytes": kernel.moved, "backward_flops": kernel.backward_flops,
-                     "backward_bytes": kernel.backward_moved, "forward": one, "backward": max(two - one, 0.0)})  # fmt: skip
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+            failed[f"{precision} {sample.kernel.key}"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+             "cudnn": torch.backends.cudnn.version()}  # fmt: skip
     with open(options.output, "w") as file:
-        json.dump({**about, "updates": updates(device), "copy": copy_rate(device), "rows": rows, "failed": failed}, file)
+        json.dump({**about, "updates": updates(), "copy": copy_rate(), "rows": rows, "failed": failed}, file)
     print(len(rows), "rows,", len(failed), "failed", list(failed.items())[:5], flush=True)
 
 
-def updates(device: torch.device) -> dict[str, float]:
+def updates() -> dict[str, float]:
     """Bytes of parameters per second that each optimizer updates."""
-    parameter = torch.zeros(64 * 2**20, device=device, requires_grad=True)
+    parameter = torch.zeros(64 * 2**20, device=DEVICE, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     made = {"sgd": torch.optim.SGD([parameter], lr=0.01), "momentum": torch.optim.SGD([parameter], lr=0.01, momentum=0.9),
             "adamw": torch.optim.AdamW([parameter], lr=1e-3)}  # fmt: skip
-    return {name: 4 * parameter.numel() / seconds(optimizer.step) for name, optimizer in made.items()}
+    out = {}
+    for name, optimizer in made.items():
+        optimizer.step()
+        out[name] = 4 * parameter.numel() / min(queued(lambda _, o=optimizer: o.step())[0] for _ in range(5))
+    return out
 
 
-def copy_rate(device: torch.device) -> float:
-    source, target = (torch.zeros(256 * 2**20, device=device) for _ in range(2))
-    return 2 * 4 * source.numel() / seconds(lambda: target.copy_(source))
+def copy_rate() -> float:
+    source, target = (torch.zeros(256 * 2**20, device=DEVICE) for _ in range(2))
+    return 2 * 4 * source.numel() / min(queued(lambda _: target.copy_(source))[0] for _ in range(5))
 
 
 if __name__ == "__main__":

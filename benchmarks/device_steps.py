@@ -33,13 +33,13 @@ from fourfold.plans import named, pipeline
 from fourfold.plans.pipeline import Pipeline
 
 ROWS: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
-    ("alexnet", {}, (64, 256)),
+    ("alexnet", {}, (128, 512)),
     ("vgg16", {}, (16, 64)),
-    ("resnet50", {}, (32, 128)),
-    ("resnet152", {}, (16, 48)),
+    ("resnet50", {}, (96, 192)),
+    ("resnet152", {}, (96, 192)),
     ("cosmoflow", {"size": 128}, (4, 16)),
     ("unet3d", {"size": 128}, (2, 6)),
-    ("gpt2", {}, (4, 12)),
+    ("gpt2", {}, (8, 16)),
 )
 PRECISIONS = ("tf32", "bf16")
 WARM, STEPS = 4, 12

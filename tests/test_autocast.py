@@ -28,29 +28,29 @@ SMALL = {
 @cache
 def captured(name: str):
     with torch.device("meta"):
-        return capture(*MODELS[name](**SMALL[name], batch=2))
+        return capture(*MODELS[name](**SMALL.get(name, {}), batch=2))
 
 
-def observed(graph) -> dict[str, str]:
-    """The dtype of every value when the plain graph runs op by op under real autocast on the processor."""
+def observed(graph, device: str) -> dict[str, str]:
+    """The dtype of every value when the plain graph runs op by op under real autocast."""
     concrete = graph.at(2)
-    found = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for n, s in concrete.values.items()}
-    with torch.autocast("cpu", torch.bfloat16):
+    found = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device=device) for n, s in concrete.values.items()}
+    with torch.autocast(device, torch.bfloat16):
         for op in concrete.ops:
             if op.target.startswith("aten.arange"):
                 continue
             it = iter(found[name] for name in op.operands)
-            result = overload(op.target)(*filled(op.args, it), **filled(dict(op.kwargs), it))
+            result = overload(op.target)(*filled(op.args, it, device), **filled(dict(op.kwargs), it, device))
             found.update(zip(op.results, result if isinstance(result, (tuple, list)) else (result,), strict=True))
     return {name: str(t.dtype).removeprefix("torch.") for name, t in found.items()}
 
 
-def filled(value, tensors):
+def filled(value, tensors, device: str):
     def leaf(item):
         if isinstance(item, Ref):
             return next(tensors)
         return (
-            getattr(torch, item.name) if isinstance(item, Dtype) else torch.device("cpu") if isinstance(item, Device) else item
+            getattr(torch, item.name) if isinstance(item, Dtype) else torch.device(device) if isinstance(item, Device) else item
         )
 
     return mapped(value, leaf)
@@ -60,7 +60,15 @@ def filled(value, tensors):
 def test_every_value_has_the_dtype_autocast_gives_it(name: str) -> None:
     graph = captured(name)
     cast = under_autocast(graph, device="cpu")
-    assert {n: cast.values[n].dtype for n in graph.values} == observed(graph)
+    assert {n: cast.values[n].dtype for n in graph.values} == observed(graph, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*SMALL, "gnmt"])
+def test_every_value_has_the_dtype_autocast_gives_it_on_a_gpu(name: str) -> None:
+    graph = captured(name)
+    cast = under_autocast(graph, device="cuda")
+    assert {n: cast.values[n].dtype for n in graph.values} == observed(graph, "cuda")
 
 
 def test_on_a_gpu_that_is_not_there_norms_of_rows_and_losses_are_in_float32() -> None:

@@ -1,39 +1,109 @@
-"""Efficiency curves: shipped ones are sane, and prices prefer what was measured to what was fitted to the roofline."""
+"""Efficiency read from measured kernels: near ones decide, laws hold, and prices take the best they know."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.efficiency import Curve, fit, shipped
+from fourfold.graph.spec import TensorSpec
+from fourfold.oracle.efficiency import ARITHMETIC, family_of, features, format_of, from_data, shipped
+from fourfold.oracle.estimate import estimate
+from fourfold.oracle.fanout import gradient_sums
+from fourfold.oracle.fitting import fit
+from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.stage import StagePrices
 from fourfold.plans import named, pipeline
 from small import batch_of, graph_of
 
-
-def test_the_h200_curves_rise_and_stay_below_the_peak() -> None:
-    curves = shipped("h200")
-    assert curves is not None and len(curves.curves) > 40
-    for curve in curves.curves.values():
-        assert list(curve.efficiency) == sorted(curve.efficiency) and 0 < curve.efficiency[-1] <= 1.0
-        assert list(curve.work) == sorted(curve.work)
+RATES = {"fp32": 1e12, "tf32": 8e12, "bf16": 16e12}
+LIMITS = {"precision": "tf32", "rate": 494.5e12, "bandwidth": 4.8e12}
 
 
-def test_a_curve_is_read_between_and_beyond_its_points() -> None:
-    curve = Curve((1e6, 1e8), (0.1, 0.4))
-    assert curve.at(1e5) == 0.1 and curve.at(1e9) == 0.4
-    assert curve.at(1e7) == pytest.approx(0.2)
+def matmul(rows: int, width: int = 256, *, dtype: str = "float32") -> Kernel:
+    operands = (TensorSpec((rows, width), dtype), TensorSpec((width, width), dtype))
+    return Kernel(target="aten.linear.default", way="linear", arguments="", operands=operands,
+                  results=(TensorSpec((rows, width), dtype),), gradients=(True, True), flops=2.0 * rows * width**2)  # fmt: skip
+
+
+def view(rows: int) -> Kernel:
+    spec = TensorSpec((rows, 8), "float32")
+    return Kernel(target="aten.transpose.int", way="plain", arguments="", operands=(spec,), results=(spec,),
+                  gradients=(True,), flops=0.0)  # fmt: skip
+
+
+def row(kernel: Kernel, forward: float, backward: float, host: tuple[float, float] = (1e-5, 4e-5)) -> dict[str, object]:
+    return {"precision": "tf32", "target": kernel.target, "way": kernel.way, "arguments": "", "flops": kernel.flops,
+            "operands": [[s.shape, s.dtype] for s in kernel.operands], "results": [[s.shape, s.dtype] for s in kernel.results],
+            "gradients": kernel.gradients, "forward": forward, "backward": backward, "forward_host": host[0],
+            "backward_host": host[1]}  # fmt: skip
+
+
+def fitted(rows: list[dict[str, object]]) -> dict[str, dict[str, list[list[float]]]]:
+    return fit([*rows, row(view(8), 1e-7, 1e-7, (5e-6, 2.5e-5))], rates=RATES, bandwidth=1e12)
 
 
 def test_a_fit_gives_back_the_efficiency_it_was_made_from() -> None:
-    rows = [{"precision": "fp32", "family": "matmul", "flops": w, "bytes": 1.0, "backward_flops": 2 * w, "backward_bytes": 1.0,
-             "forward": max(1e-5, w / 1e12 / 0.5), "backward": max(2e-5, 2 * w / 1e12 / 0.25)}
-            for w in (1e3, 1e4, 1e5, 1e9, 1e10, 1e11)]  # fmt: skip
-    data = fit(rows, rates={"fp32": 1e12}, bandwidth=1e9)
-    assert data["floor_seconds"]["matmul/forward"] == pytest.approx(1e-5)
-    assert [e for _, e in data["curves"]["fp32/matmul/forward"]] == pytest.approx([0.5] * 3)
-    assert [e for _, e in data["curves"]["fp32/matmul/backward"]] == pytest.approx([0.25] * 3)
+    kernels = [matmul(rows) for rows in (1 << 10, 1 << 14, 1 << 18)]
+    data = fitted([row(k, k.flops / 8e12 / 0.5, k.backward_flops / 8e12 / 0.25) for k in kernels])
+    assert [found[-1] for found in data["points"]["matmul/linear/tf32/forward"]] == pytest.approx([0.5] * 3, rel=1e-3)
+    assert [found[-1] for found in data["points"]["matmul/linear/tf32/backward"]] == pytest.approx([0.25] * 3, rel=1e-3)
+
+
+def test_kernels_of_one_shape_are_one_point() -> None:
+    kernel = matmul(1 << 14)
+    data = fitted([row(kernel, 1e-4, 2e-4), row(kernel, 4e-4, 2e-4)])
+    assert len(data["points"]["matmul/linear/tf32/forward"]) == 1
+
+
+def test_the_engine_around_a_measured_backward_is_taken_off_the_host() -> None:
+    data = fitted([row(matmul(1 << 14), 1e-4, 2e-4, (2e-5, 9e-5))])
+    assert data["host_seconds"]["linear/forward"] == pytest.approx(2e-5)
+    assert data["host_seconds"]["linear/backward"] == pytest.approx(9e-5 - (2.5e-5 - 5e-6))
+
+
+def test_near_kernels_decide_and_far_away_the_nearest_does() -> None:
+    rows = [row(matmul(1 << n), matmul(1 << n).flops / 8e12 / e, 1.0) for n, e in ((10, 0.1), (14, 0.4))]
+    known = from_data("gpu", {"source": "", **fitted(rows)})
+    found = [matmul(rows).flops / 8e12 / known.seconds(matmul(rows), "forward", precision="tf32", rate=8e12, bandwidth=1e15)
+             for rows in (1 << 10, 1 << 12, 1 << 14, 1 << 20)]  # fmt: skip
+    assert found == pytest.approx([0.1, 0.2, 0.4, 0.4], rel=0.05)
+
+
+def test_no_shipped_kernel_computes_faster_than_the_device_can() -> None:
+    known = shipped("h200")
+    assert known is not None and sum(map(len, known.points.values())) > 1000
+    for (family, _), points in known.points.items():
+        cores = [p for p in points if family in ARITHMETIC and p.number in ("tf32", "bf16")]  # fp32 has Winograd's convolutions
+        assert all(point.efficiency <= 0 for point in cores)
+    assert all(seconds > 0 for seconds in known.least.values())
+    assert all(0 < seconds < 1e-2 for seconds in known.hosts.values())
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_more_bandwidth_or_a_higher_rate_never_hurts(way) -> None:
+    known = shipped("h200")
+    assert known is not None
+    for kernel in (matmul(64), matmul(1 << 16, 1024), view(64)):
+        before = known.seconds(kernel, way, **LIMITS)
+        assert known.seconds(kernel, way, **{**LIMITS, "rate": 1e15, "bandwidth": 9e12}) <= before
+        assert known.seconds(kernel, way, **{**LIMITS, "rate": 1e12, "bandwidth": 1e11}) >= before
+
+
+def test_an_op_nobody_measured_is_read_from_its_family() -> None:
+    known, spec = shipped("h200"), TensorSpec((64, 1 << 16), "float32")
+    unheard = Kernel(target="aten.mish.default", way="plain", arguments="", operands=(spec,), results=(spec,),
+                     gradients=(True,), flops=spec.numel)  # fmt: skip
+    assert known is not None and family_of(unheard) == "pointwise"
+    assert known.seconds(unheard, "forward", **LIMITS) == pytest.approx(2 * spec.bytes / 4.8e12, rel=1.0)
+
+
+def test_number_formats_follow_operands_under_autocast() -> None:
+    assert [format_of(matmul(8), precision) for precision in ("fp32", "tf32", "bf16")] == ["fp32", "tf32", "tf32"]
+    assert format_of(matmul(8, dtype="bfloat16"), "bf16") == "bf16"
+    assert features(matmul(8)) == features(matmul(8, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(("cluster", "source"), [("dgx-h200", "fitted"), ("abci", "roofline")])
@@ -53,3 +123,30 @@ def test_a_measured_kernel_wins_over_a_fitted_one() -> None:
     key = stage.kernel(step, 0).key
     known = Prices(cluster=cluster, kernels={key: KernelTime(forward=0.5, backward=1.0)})
     assert known.kernel(stage.kernel(step, 0), 0).forward == 0.5
+
+
+def test_a_step_takes_as_long_as_the_slower_of_host_and_device() -> None:
+    graph = graph_of("vgg16-cifar")
+    prices = Prices(cluster=cluster_named("dgx-h200", devices=1), precision="tf32")
+    small, large = (estimate(pipeline(graph, named("data", graph, ranks=1, batch=b)), prices) for b in (2, 1 << 14))
+    asked = sum(item.asked for found in small.items.values() for item in found)
+    assert small.step_seconds == pytest.approx(asked) and small.breakdown["other"] > 0
+    assert large.step_seconds > 5 * asked and large.breakdown["other"] == pytest.approx(0.0, abs=1e-9)
+    assert sum(small.breakdown.values()) == pytest.approx(small.step_seconds)
+
+
+def test_gradients_of_a_value_with_two_readers_are_added_once() -> None:
+    graph = graph_of("gpt2")
+    made = pipeline(graph, named("data", graph, ranks=1, batch=batch_of("gpt2")))
+    (program,) = made.parts[0].programs.values()
+    sums = [name for name, _ in gradient_sums(program, program.mesh.coords(0), made.cut.live, {})]
+    tied = next(p.name for p in graph.parameters if p.key == "tokens.weight")
+    assert sums.count(tied) == 1
+    readers = {name: sum(name in op.operands for op in graph.ops) for name in set(sums)}
+    assert all(sums.count(name) == readers[name] - 1 for name in readers)
+    known = Prices(cluster=cluster_named("dgx-h200", devices=1), precision="tf32")
+    stage = StagePrices(made.parts[0], made.plan.sizes[0], known, made.cut.live, {})
+    assert sum(item.label.startswith("gradients of") for item in stage.backward()) == len(sums)
+    replaced = replace(known, cluster=cluster_named("ethernet-1g", devices=1), precision="fp32")
+    stage = StagePrices(made.parts[0], made.plan.sizes[0], replaced, made.cut.live, {})
+    assert not any(item.label.startswith("gradients of") for item in stage.backward())

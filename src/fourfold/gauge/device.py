@@ -77,8 +77,8 @@ class DeviceKernel:
     def timed(self) -> DeviceTime:
         self._once()  # algorithms are chosen
         extra = self._once()
-        size = self.kernel.moved + self.kernel.backward_moved
-        count = max(1, min(CHAINED, int(CHAINED_BYTES / max(size, 1.0))))
+        held = 3 * sum(spec.bytes for spec in (*self.kernel.operands, *self.kernel.results))  # with gradients and what is kept
+        count = max(1, min(CHAINED, int(CHAINED_BYTES / max(held, 1))))
         forward = self._forward(count)
         backward = self._backward(count) if any(self.kernel.gradients) else [(0.0, 0.0)]
         return DeviceTime(

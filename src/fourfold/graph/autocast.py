@@ -26,6 +26,9 @@ from fourfold.graph.spec import Device, Dtype, Graph, Op, Ref, TensorSpec, mappe
 TRIAL_BATCH = 2  # dtypes do not depend on it
 _KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _CAST = "aten._to_copy.default"
+_RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
+"""On a GPU cuDNN takes these whole, and autocast gives it float16 whatever dtype it was asked for (ATen's AutocastRNN.cpp).
+Without a GPU they fall apart into cells, which would tell another story."""
 
 
 def under_autocast(graph: Graph, *, device: str = "cuda", dtype: str = "bfloat16") -> Graph:
@@ -87,6 +90,9 @@ class _Watch(TorchDispatchMode):
 def _traced(op: Op, shadows: Mapping[str, _Shadow], device: str) -> tuple[dict[int, str], list[Any]]:
     """Which operands of an op autocast casts, and the tensors it gives."""
     own = [shadows[name].shape_only for name in op.operands]
+    if device == "cuda" and op.target.startswith(_RECURRENT):
+        halves = [torch.empty(shadows[name].shape, dtype=torch.float16, device="meta") for name in op.results]
+        return {k: "float16" for k, t in enumerate(own) if t.is_floating_point()}, halves
     casts, found = _called(op, own, device)
     if "float32" in casts.values() and _listed(op, device):
         wide = [t.float() if t.is_floating_point() else t for t in own]

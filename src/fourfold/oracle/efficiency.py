@@ -1,29 +1,31 @@
-"""How much of a device's peak its kernels reach, as curves over the amount of work: small kernels leave it idle.
+"""How much of a device's peak its kernels reach, read from kernels that were measured on such a device.
 
-A kernel's time is ``max(floor, work / (peak e(work)))``: for families bound by arithmetic, work is FLOPs and the peak a rate;
-for the others, bytes and bandwidth; forward and backward apart. e is the median efficiency of measured kernels in bins of
-like work, made to rise; the floor is what the smallest kernels of a family take (launching them, on the host). Wrong
-where shapes matter more than size: a narrow convolution reaches less than a wide one of the same FLOPs.
+A kernel's time is ``max(flops / rate, bytes / bandwidth) / e``: the roofline over an efficiency (only bytes, for families
+that do little arithmetic). ln e is the mean over measured kernels of the same family, weighted by how near they are:
+``exp(-d^2 / 2)`` with d the distance between the logarithms of what decides (`features`); another op or number format is far.
+Far from all of them the nearest decides, and no kernel is faster than the fastest of its kind. Wrong where a library changes
+its algorithm between measured shapes.
+
+The host's part, to ask for a kernel, is kept apart: it does not depend on size.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from fourfold.cluster import efficiency_data
-from fourfold.oracle.curves import rising
+from fourfold.cluster import Precision, efficiency_data
 from fourfold.oracle.kernels import Kernel
 
+Way = Literal["forward", "backward"]
+WAYS: tuple[Way, ...] = ("forward", "backward")
 FAMILIES = {
     "attention": ("scaled_dot_product",),
     "recurrent": ("lstm", "gru", "rnn"),
-    "conv3d": ("conv3d", "conv_transpose3d"),
+    "transposed": ("conv_transpose",),
     "conv": ("conv",),
     "matmul": ("linear", "matmul", "addmm", ".mm", "bmm", "einsum"),
     "norm": ("norm",),
@@ -32,99 +34,137 @@ FAMILIES = {
     "lookup": ("embedding", "index", "gather"),
 }
 """By words in the target, the first family that has one; anything else is pointwise."""
-ARITHMETIC = ("attention", "recurrent", "conv3d", "conv", "matmul")
-BINS_PER_DECADE = 2
-WAYS = {"forward": ("flops", "bytes"), "backward": ("backward_flops", "backward_bytes")}
-CLEAR = 1.3  # times the floor: shorter kernels tell nothing of efficiency
+ARITHMETIC = ("attention", "recurrent", "transposed", "conv", "matmul")
+ROWS = 0.5
+"""How much the number of rows of a matrix counts beside its widths: efficiency depends on it little once it is large. Chosen,
+as the three distances below, by leaving out each fitted kernel in turn, and all of its shape: the least mean error of ln e."""
+NEAR = 0.5  # unit of distance, in powers of two
+OTHER_FORMAT, OTHER_OP = 6.0, 8.0  # units
 
 
 def family_of(kernel: Kernel) -> str:
-    """The family a kernel's efficiency is looked up in; a 3-D convolution is told by its weight."""
-    if "conv" in kernel.target and len(kernel.results[0].shape) == 5:
-        return "conv3d"
     return next((name for name, words in FAMILIES.items() if any(word in kernel.target for word in words)), "pointwise")
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Efficiency over work (FLOPs or bytes), both rising."""
+def name_of(kernel: Kernel) -> str:
+    """The op without its overload."""
+    return kernel.target.split(".")[1]
 
-    work: tuple[float, ...]
-    efficiency: tuple[float, ...]
 
-    def at(self, work: float) -> float:
-        """Between the points by logarithms; beyond them the first or last."""
-        if work <= self.work[0]:
-            return self.efficiency[0]
-        if work >= self.work[-1]:
-            return self.efficiency[-1]
-        right = bisect_right(self.work, work)
-        share = math.log(work / self.work[right - 1]) / math.log(self.work[right] / self.work[right - 1])
-        return self.efficiency[right - 1] * (self.efficiency[right] / self.efficiency[right - 1]) ** share
+def format_of(kernel: Kernel, precision: Precision) -> Precision:
+    """The number format a kernel computes in: under autocast, half precision only where its operands are."""
+    dtype = next((spec.dtype for spec in kernel.operands if spec.is_float), "float32")
+    if dtype == "float32":
+        return precision if precision in ("fp32", "tf32") else "tf32"
+    return "fp64" if dtype == "float64" else "bf16"
+
+
+def work(kernel: Kernel, way: Way) -> tuple[float, float]:
+    """FLOPs that count for the kernel's family, and bytes."""
+    flops, moved = (kernel.flops, kernel.moved) if way == "forward" else (kernel.backward_flops, kernel.backward_moved)
+    return (flops if family_of(kernel) in ARITHMETIC else 0.0), moved
+
+
+def features(kernel: Kernel) -> tuple[float, ...]:
+    """What decides a kernel's efficiency, as logarithms: the matrix it is, or its bytes."""
+    family, first = family_of(kernel), kernel.operands[0].shape if kernel.operands else ()
+    result = kernel.results[0].shape
+    if family in ("conv", "transposed"):
+        weight = kernel.operands[1].shape
+        rows, step = (result, math.prod(first[2:]) / math.prod(result[2:])) if family == "conv" else (first, 1.0)
+        taps = (_log(math.prod(weight[2:])), _log(step) / max(len(weight) - 2, 1))
+        return (ROWS * _log(rows[0] * math.prod(rows[2:])), _log(weight[0]), _log(weight[1]), *taps)
+    if family == "matmul":
+        return (ROWS * _log(math.prod(result[:-1])), _log(result[-1] if result else 1), _log(first[-1]))
+    if family == "attention":
+        return (ROWS * _log(math.prod(first[:-2])), _log(first[-2]), _log(first[-1]))
+    size = _log(float(sum(spec.bytes for spec in (*kernel.operands, *kernel.results))))
+    if family == "norm":
+        return (size, ROWS * _log(first[-1] if "layer" in kernel.target or len(first) < 2 else first[1]))
+    return (size,)
+
+
+def _log(value: float) -> float:
+    return math.log2(max(value, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A measured kernel."""
+
+    op: str
+    number: str
+    place: tuple[float, ...]
+    efficiency: float  # its logarithm
+
+    def far(self, op: str, number: str, place: tuple[float, ...]) -> float:
+        """The distance squared, in units."""
+        apart = sum((a - b) ** 2 for a, b in zip(place, self.place, strict=True)) / NEAR**2
+        return apart + (OTHER_OP**2 if op != self.op else 0.0) + (OTHER_FORMAT**2 if number != self.number else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The curves of one kind of device, by precision, family and way (forward or backward)."""
+    """What is known of one kind of device. `points` by family and way; `least`: seconds of the fastest kernel by op, number
+    format and way; `hosts` by op or family and way."""
 
     device: str
-    curves: Mapping[tuple[str, ...], Curve]  # precision, family, way
-    floors: Mapping[tuple[str, ...], float]  # family, way
+    points: Mapping[tuple[str, str], tuple[Point, ...]]
+    least: Mapping[tuple[str, str, str], float]
+    hosts: Mapping[tuple[str, str], float]
     source: str
+    _known: dict[tuple[Kernel, str, str], float | None] = field(default_factory=dict, compare=False)
 
-    def seconds(self, kernel: Kernel, way: str, *, precision: str, rate: float, bandwidth: float) -> float | None:
-        """The time of a kernel, or None if nothing like it was measured."""
-        family = family_of(kernel)
-        curve = self.curves.get((precision, family, way))
-        flops, moved = (kernel.flops, kernel.moved) if way == "forward" else (kernel.backward_flops, kernel.backward_moved)
-        work, peak = (flops, rate) if family in ARITHMETIC else (moved, bandwidth)
-        if curve is None or work <= 0:
+    def seconds(self, kernel: Kernel, way: Way, *, precision: Precision, rate: float, bandwidth: float) -> float | None:
+        """The time of a kernel on the device, or None if nothing like it was measured."""
+        flops, moved = work(kernel, way)
+        roofline = max(flops / rate, moved / bandwidth)
+        if not roofline:
+            return 0.0
+        number = format_of(kernel, precision)
+        efficiency = self._efficiency(kernel, way, number)
+        if efficiency is None:
             return None
-        return max(self.floors.get((family, way), 0.0), work / (peak * curve.at(work)))
+        return max(roofline / efficiency, self.least.get((name_of(kernel), number, way), 0.0))
+
+    def _efficiency(self, kernel: Kernel, way: Way, number: str) -> float | None:
+        """Looked up once for each kernel."""
+        key = kernel, way, number
+        if key not in self._known:
+            points = self.points.get((family_of(kernel), way))
+            self._known[key] = None if points is None else _read(points, name_of(kernel), number, features(kernel))
+        return self._known[key]
+
+    def host_seconds(self, kernel: Kernel, way: Way) -> float:
+        """Seconds the host needs to ask for a kernel."""
+        own = self.hosts.get((name_of(kernel), way))
+        return own if own is not None else self.hosts[family_of(kernel), way]
 
 
-def fit(rows: Iterable[Mapping[str, Any]], *, rates: Mapping[str, float], bandwidth: float) -> dict[str, Any]:
-    """Floors and curves from measured rows (see benchmarks/device_kernels.py), as plain data for a file."""
-    rows = [row for row in rows if row["bytes"] > 0]
-    floors: dict[tuple[str, str], float] = {}
-    for family, way in {(row["family"], way) for row in rows for way in WAYS}:
-        found = sorted(row[way] for row in rows if row["family"] == family and row[way] > 0)
-        if found:
-            floors[family, way] = found[len(found) // 20]
-    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        for way, (flops, moved) in WAYS.items():
-            arithmetic = row["family"] in ARITHMETIC
-            work = row[flops] if arithmetic else row[moved]
-            peak = rates[row["precision"]] if arithmetic else bandwidth
-            if work > 0 and row[way] > CLEAR * floors.get((row["family"], way), 0.0):
-                points.setdefault((row["precision"], row["family"], way), []).append((work, work / peak / row[way]))
-    return {
-        "floor_seconds": {"/".join(key): float(f"{value:.4g}") for key, value in sorted(floors.items())},
-        "curves": {"/".join(key): _binned(found) for key, found in sorted(points.items())},
-    }
-
-
-def _binned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    bins: dict[int, list[tuple[float, float]]] = {}
-    for work, efficiency in points:
-        bins.setdefault(math.floor(BINS_PER_DECADE * math.log10(work)), []).append((work, efficiency))
-    middle = [
-        (statistics.geometric_mean(w for w, _ in bins[k]), statistics.median(e for _, e in bins[k])) for k in sorted(bins)
-    ]
-    levels = rising(tuple(min(e, 1.0) for _, e in middle))
-    return [(float(f"{w:.4g}"), float(f"{e:.4g}")) for (w, _), e in zip(middle, levels, strict=True)]
+def _read(points: tuple[Point, ...], op: str, number: str, place: tuple[float, ...]) -> float:
+    """The efficiency at a place between measured ones."""
+    far = [point.far(op, number, place) for point in points]
+    nearest = min(far)
+    weights = [math.exp((nearest - d) / 2) for d in far]
+    return math.exp(sum(w * point.efficiency for w, point in zip(weights, points, strict=True)) / sum(weights))
 
 
 @lru_cache
 def shipped(device: str) -> Efficiency | None:
-    """The curves that come with Fourfold for a kind of device, if any do."""
+    """What comes with Fourfold for a kind of device, if anything does."""
     data = efficiency_data(device)
-    if data is None:
-        return None
-    curves = {
-        tuple(key.split("/")): Curve(tuple(w for w, _ in points), tuple(e for _, e in points))
-        for key, points in data["curves"].items()
-    }
-    floors = {tuple(key.split("/")): float(value) for key, value in data["floor_seconds"].items()}
-    return Efficiency(device=device, curves=curves, floors=floors, source=data["source"])
+    return None if data is None else from_data(device, data)
+
+
+def from_data(device: str, data: Mapping[str, Any]) -> Efficiency:
+    """As `fitting.fit` gives it, and files have it."""
+    points: dict[tuple[str, str], list[Point]] = {}
+    least: dict[tuple[str, str, str], float] = {}
+    for key, rows in data["points"].items():
+        family, op, number, way = key.split("/")
+        least[op, number, way] = data["least_seconds"][key]
+        found = (Point(op=op, number=number, place=tuple(place), efficiency=math.log(e)) for *place, e in rows)
+        points.setdefault((family, way), []).extend(found)
+    hosts = {(name, way): float(value) for key, value in data["host_seconds"].items() for name, way in [key.split("/")]}
+    return Efficiency(device=device, points={key: tuple(found) for key, found in points.items()}, least=least, hosts=hosts,
+                      source=data["source"])  # fmt: skip

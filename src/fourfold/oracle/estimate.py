@@ -8,6 +8,7 @@ come from curves or formulas.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -87,9 +88,12 @@ class _Estimating:
         timeline = Replay(lanes, machine, self._work(), self._messages()).run()
         ends = {lane.first: 0.0 for lane in lanes} | {event.rank: event.end for event in timeline.events}
         after = {lane.first: self._update(lane.first) for lane in lanes}
-        critical = max(ends, key=lambda first: ends[first] + sum(after[first]))
+        asked = {lane.first: self._asked(lane.first) for lane in lanes}
+        critical = max(ends, key=lambda first: max(ends[first] + sum(after[first]), asked[first]))
         terms = self._terms(timeline, critical, *after[critical])
-        step = ends[critical] + sum(after[critical])
+        worked = ends[critical] + sum(after[critical])
+        step = max(worked, asked[critical])
+        terms["other"] += step - worked
         half = 0.5 * self._spread(critical) + (self.cluster.device(critical).drift or DRIFT) * step
         every = [item for items in self.items.values() for item in items if item.category == "compute"]
         known = total(i for i in every if i.source == "measured") / (total(every) or 1.0)
@@ -180,6 +184,16 @@ class _Estimating:
                     part = size / max(min(len(home), len(away)), 1)
                     seconds += 2 * self.prices.collective("send", ((home[0], away[0]),), part).seconds
         return seconds
+
+    def _asked(self, lane: int) -> float:
+        """Seconds the host needs to ask for all kernels of a step. It runs ahead of its device and waits for nothing, from step
+        to step, so that the slower of the two decides. Left out: what it does for the update and for exchanges."""
+        parts = [part.index for part in self.pipeline.parts if lane in part.stage.ranks]
+        each = {(p, size): times for p in parts for size, times in Counter(self.plan.sizes).items()}
+        return sum(
+            times * sum(item.asked for kind in ("F", "B") for item in self.items[p, kind, size])
+            for (p, size), times in each.items()
+        )
 
     def _update(self, first: int) -> tuple[float, float]:
         """Seconds of a rank's update, and of getting what others have updated (ZeRO-1)."""

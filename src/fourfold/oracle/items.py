@@ -21,6 +21,7 @@ class Item:
     spread: float = 0.0  # seconds, one quartile to the other
     meets: bool = False  # whether the ranks wait for each other in it
     source: str = "measured"
+    asked: float = 0.0  # seconds of the host that fills a device's queue with it
     pattern: str = ""  # of an exchange: its collective, the axes of its groups, and bytes as `cluster.Curve` counts them
     axes: tuple[str, ...] = ()
     size: float = 0.0

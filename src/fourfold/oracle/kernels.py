@@ -20,6 +20,8 @@ FREE_TARGETS = ("aten.view", "aten.reshape", "aten.permute", "aten.transpose", "
                 "aten.expand", "aten.slice", "aten.select", "aten.detach", "aten.alias", "aten.flatten", "aten.unbind",
                 "aten.split", "aten.chunk", "aten.unflatten")  # fmt: skip
 """Ops that make views: they move nothing."""
+PART_TARGETS = ("aten.slice", "aten.select", "aten.unbind", "aten.split", "aten.chunk", "aten.narrow")
+"""Those whose views are parts of the operand."""
 MATRIX = ("conv", "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "attention", "lstm", "gru", "rnn")
 """Kernels and ops bound by arithmetic, for which backward does the work of forward once per operand with a gradient."""
 
@@ -60,10 +62,13 @@ class Kernel:
 
     @property
     def backward_moved(self) -> float:
-        """Bytes of gradients in and out, and of what was saved."""
+        """Bytes of gradients in and out, and of what was saved. A view of a part costs nothing forward, but backward it is put
+        into a gradient of the whole."""
         if not any(self.gradients):
             return 0.0
         out = sum(spec.bytes for spec, wanted in zip(self.operands, self.gradients, strict=True) if wanted)
+        if self.target.startswith(PART_TARGETS):
+            return float(out + sum(spec.bytes for spec in self.results))
         return self.moved + out if self.moved else 0.0
 
     @property

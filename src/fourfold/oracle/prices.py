@@ -1,5 +1,5 @@
-"""What things cost on a cluster, by the best knowledge there is: measured for this very shape, else an efficiency curve
-fitted on such devices, else the roofline.
+"""What things cost on a cluster, by the best knowledge there is: measured for this very shape, else read from kernels that
+were measured on such devices, else the roofline.
 
 Roofline: ``launch + max(flops / rate, bytes / bandwidth)``, seconds; the rate and bandwidth are those of one rank: on a
 shared processor, of the threads it has. It is too low: no kernel reaches either limit (Williams et al. 2009).
@@ -8,12 +8,12 @@ shared processor, of the threads it has. It is too low: no kernel reaches either
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fourfold.cluster import Cluster, Collective, Device, Precision
 from fourfold.oracle.collectives import FREE, Cost, collective_cost
-from fourfold.oracle.efficiency import shipped
+from fourfold.oracle.efficiency import format_of, shipped
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.traffic import Traffic, traffic
 
@@ -36,6 +36,7 @@ class KernelTime:
     busy: float = 1.0
     spread: float | None = None  # relative, between quartiles
     source: Source = "measured"
+    asked: tuple[float, float] = (0.0, 0.0)  # seconds the host needs to ask for forward and backward, where that is its part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +50,32 @@ class Prices:
 
     def kernel(self, kernel: Kernel, rank: int) -> KernelTime:
         """The time of a kernel on a rank's device."""
-        found = self.kernels.get(kernel.key)
-        if found is not None:
-            return found
         device = self.cluster.device(rank)
-        fitted = self._fitted(kernel, device)
-        if fitted is not None:
-            return fitted
+        found = self.kernels.get(kernel.key) or self._fitted(kernel, device)
+        if found is not None:
+            return self._asked(found, kernel, device)
         forward = self._roofline(kernel, kernel.flops, kernel.moved, device, rank)
         backward = self._roofline(kernel, kernel.backward_flops, kernel.backward_moved, device, rank)
         return KernelTime(forward=forward, backward=backward, source="roofline")
 
+    def _asked(self, found: KernelTime, kernel: Kernel, device: Device) -> KernelTime:
+        """With what the host has to do for it, where that is known: a GPU and the host that fills its queue work at once."""
+        known = shipped(device.name)
+        if known is None or kernel.empty:
+            return found
+        return replace(found, asked=(known.host_seconds(kernel, "forward"), known.host_seconds(kernel, "backward")))
+
     def _fitted(self, kernel: Kernel, device: Device) -> KernelTime | None:
-        """By the efficiency curves that come with Fourfold for such devices."""
-        curves = shipped(device.name)
-        if curves is None or kernel.empty or not kernel.moved:
+        """By the kernels measured on such devices that come with Fourfold."""
+        known = shipped(device.name)
+        if known is None or kernel.empty:
             return None
-        limits = {"precision": self.precision, "rate": device.rate(self.precision), "bandwidth": device.bandwidth}
-        forward = curves.seconds(kernel, "forward", **limits)  # type: ignore[arg-type]
-        backward = curves.seconds(kernel, "backward", **limits)  # type: ignore[arg-type]
-        if forward is None:
+        rate = device.rate(format_of(kernel, self.precision))
+        forward = known.seconds(kernel, "forward", precision=self.precision, rate=rate, bandwidth=device.bandwidth)
+        backward = known.seconds(kernel, "backward", precision=self.precision, rate=rate, bandwidth=device.bandwidth)
+        if forward is None or backward is None:
             return None
-        return KernelTime(forward=forward, backward=backward or 0.0, source="fitted")
+        return KernelTime(forward=forward, backward=backward, source="fitted")
 
     def _roofline(self, kernel: Kernel, flops: float, moved: float, device: Device, rank: int) -> float:
         if not moved or kernel.empty:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from fourfold.graph import Graph
 from fourfold.oracle.alike import alike
+from fourfold.oracle.fanout import gradient_sums
 from fourfold.oracle.gathers import Gathers
 from fourfold.oracle.items import Item
 from fourfold.oracle.kernels import Kernel, kernel_of
@@ -51,6 +52,7 @@ class StagePrices:
         )
         self.gathers = Gathers(self.program, self.meeting)
         self.gathering: dict[str, Move] = {m.target: m for m in self.gathers.moves}
+        self.fanout = self._fanout()
 
     def _firsts(self, members: Iterable[int]) -> list[int]:
         """Of members alike, the first on each kind of device."""
@@ -81,7 +83,8 @@ class StagePrices:
             for inner in reversed(_inside(step)):
                 out += self._backward(inner)
             out += sums.get(number, [])
-        return out
+        stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
+        return [*out, *(item for items in stored for item in items)]
 
     def _backward(self, step: Compute | Move) -> list[Item]:
         if isinstance(step, Move):
@@ -93,16 +96,32 @@ class StagePrices:
         if not any(self.gradients.get(name) for name in step.op.operands):
             return []
         weights = [self.gathering[slot] for slot in step.inputs if slot in self.gathering]
-        return [i for move in weights for i in self.gathers.fetch(move, again=True)] + self._compute(step, "backward")
+        gathered = [i for move in weights for i in self.gathers.fetch(move, again=True)]
+        summed = [item for name in step.op.results for item in self.fanout.get(name, ())]
+        return [*gathered, *summed, *self._compute(step, "backward")]
 
     def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
         slowest = max(self._times(step), key=lambda t: t.forward if way == "forward" else t.backward)
         seconds = slowest.forward if way == "forward" else slowest.backward
         spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
         out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
-                    source=slowest.source)]  # fmt: skip
+                    source=slowest.source, asked=slowest.asked[0 if way == "forward" else 1])]  # fmt: skip
         joint = step.axes_of("joint")
         return [*out, self._joint(step, joint)] if joint else out
+
+    def _fanout(self) -> dict[str, list[Item]]:
+        """By value, the sums of the gradients that its readers give it. On processors they are left out: little beside the
+        ops there."""
+        out: dict[str, list[Item]] = {}
+        member = self.members[0]
+        if self.prices.cluster.device(self.ranks[member]).kind == "cpu":
+            return out
+        for name, kernel in gradient_sums(self.program, self.mesh.coords(member), self.live, self.dtypes):
+            time = self.prices.kernel(kernel, self.ranks[member])
+            spread = time.forward * (time.spread if time.spread is not None else UNKNOWN_SPREAD[time.source])
+            out.setdefault(name, []).append(Item(category="compute", label=f"gradients of {name}", seconds=time.forward,
+                                                 spread=spread, source=time.source, asked=time.asked[0]))  # fmt: skip
+        return out
 
     def _times(self, step: Compute) -> list[KernelTime]:
         """A step's times on each kind of member, worked out once for its forward and its backwards."""
