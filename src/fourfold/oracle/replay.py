@@ -163,14 +163,15 @@ class Replay:
         if task.kind not in ("F", "B"):
             return True
         needed = self.expected.get((task.stage, task.kind, task.microbatch), [])
-        return all(self.arrivals.get(key, math.inf) <= self.now + 1e-12 for key in needed)
+        return max([self.arrivals.get(key, math.inf) for key in needed], default=0.0) <= self.now + 1e-12
 
     def _advance(self) -> None:
         """To the next moment something ends or arrives."""
-        self._retime()
+        if self.changed:
+            self._retime()
         while self.ending and self.states[self.ending[0][1]].end != self.ending[0][0]:
             heapq.heappop(self.ending)  # of a lane that has another speed since
-        then = min([*self.ending[:1], *self.coming[:1]], default=(math.inf, 0))[0]
+        then = min(self.ending[0][0] if self.ending else math.inf, self.coming[0][0] if self.coming else math.inf)
         assert then < math.inf, "the lists wait for each other for ever"
         self.now = then
         ended: set[int] = set()

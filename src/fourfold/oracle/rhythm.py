@@ -67,10 +67,11 @@ def _stretch(tasks: Sequence[Task], sizes: Sequence[int], shift: int) -> Rhythm 
 def _regular(tasks: Sequence[Task], turns: Turns, found: Rhythm) -> dict[tuple[int, str], int] | None:
     """The first micro-batches that others are seen with in a stretch, if at each place their turns are evenly spaced there."""
     spans: dict[tuple[int, str], tuple[int, int]] = {}
-    for task in tasks[found.begin : found.begin + found.times * found.period]:
+    for task in tasks[found.begin : found.begin + found.period]:
         if task.kind in ("receive", "send"):
             low, high = spans.get((task.peer, task.way), (task.microbatch, task.microbatch))
-            spans[task.peer, task.way] = min(low, task.microbatch), max(high, task.microbatch)
+            last = task.microbatch + (found.times - 1) * found.shift
+            spans[task.peer, task.way] = min(low, task.microbatch), max(high, last)
     spacing: dict[int, int] = {}
     for (stage, way), (low, high) in spans.items():
         for m in range(low, high - found.shift + 1):
