@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fourfold.cli.options import priced, setting
 from fourfold.graph import Device, Dtype, Ref
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
@@ -110,6 +111,14 @@ def test_casts_change_neither_the_other_ops_nor_shapes() -> None:
     assert [op.name for op in cast.ops if op.target != "aten._to_copy.default"] == [op.name for op in graph.ops]
     assert all(cast.values[name].shape == spec.shape for name, spec in graph.values.items())
     assert pipeline(cast, named("data", cast, ranks=2, batch=4)).parts
+
+
+def test_predictions_in_bf16_are_of_the_graph_with_its_casts() -> None:
+    graph = captured("gpt2")
+    told = priced(graph, setting("dgx-h200", 1, "bf16", "sgd", "fourfold"))
+    assert any(op.target == "aten._to_copy.default" for op in told.ops)
+    assert priced(graph, setting("dgx-h200", 1, "tf32", "sgd", "fourfold")) is graph
+    assert priced(graph, setting("dgx-h200", 1, "bf16", "sgd", "paradl")) is graph
 
 
 def test_autocast_is_off_again_afterwards() -> None:

@@ -14,6 +14,7 @@ import typer
 from fourfold.errors import InvalidInput, nearest
 
 if TYPE_CHECKING:
+    from fourfold.graph import Graph
     from fourfold.oracle.figures import Setting
     from fourfold.plans import Options, Plan
 
@@ -105,6 +106,15 @@ def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_mod
         kind.rate(prices.precision)  # refuses what a device does not compute in
     model = one_of("cost model", cost_model, COST_MODELS)
     return Setting(prices=prices, optimizer=one_of("optimizer", optimizer, OPTIMIZERS), model=model)
+
+
+def priced(graph: Graph, asked_for: Setting) -> Graph:
+    """The graph whose times and bytes are told: in bf16, the one with autocast's casts as ops. ParaDL's formulas know none."""
+    from fourfold.graph.autocast import under_autocast
+
+    if asked_for.prices.precision != "bf16" or asked_for.model != "fourfold":
+        return graph
+    return under_autocast(graph, device="cpu" if asked_for.cluster.device(0).kind == "cpu" else "cuda")
 
 
 Name = TypeVar("Name", bound=str)

@@ -24,6 +24,7 @@ from fourfold.cli.options import (
     Trace,
     Zero,
     asked,
+    priced,
     setting,
 )
 from fourfold.cli.output import check_place, check_trace, write_trace, written
@@ -60,7 +61,7 @@ def plan(
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
         from fourfold.oracle.figures import predicted
-        from fourfold.plans import pipeline, save_plan
+        from fourfold.plans import named, pipeline, save_plan
         from fourfold.plans.strategies import parse
         from fourfold.report.plans import Outlook, plan_record, plan_text
         from fourfold.runtime.subject import subject
@@ -76,7 +77,14 @@ def plan(
         begun = time.perf_counter()
         made = seen.plan(strategy, ranks=devices, options=options)
         program = pipeline(seen.graph, made)
-        outlook = Outlook(figures=predicted(program, asked_for), setting=asked_for) if asked_for is not None else None
+        outlook = None
+        if asked_for is not None:
+            graph = priced(seen.graph, asked_for)
+            same = graph is seen.graph
+            told = (
+                program if same else pipeline(graph, named(strategy, graph, ranks=devices, batch=seen.batch, options=options))
+            )
+            outlook = Outlook(figures=predicted(told, asked_for), setting=asked_for)
         seconds = time.perf_counter() - begun
         if output is not None:
             written(lambda: save_plan(made, output), output)

@@ -22,6 +22,7 @@ from fourfold.cli.options import (
     Trace,
     Zero,
     asked,
+    priced,
     setting,
 )
 from fourfold.cli.output import check_trace, write_trace
@@ -76,7 +77,8 @@ def simulate(
             raise InvalidInput(f"--trace shows one step, {len(cells)} are asked for; give one of --devices and one --strategy")
         check_trace(trace, settings[1])
         seen = subject(model, batch=batch, data=False)
-        study = Study(graph=seen.graph, settings=settings, batch=seen.batch, scaling="weak" if weak else "strong",
+        graph = priced(seen.graph, settings[1])
+        study = Study(graph=graph, settings=settings, batch=seen.batch, scaling="weak" if weak else "strong",
                       samples=samples, options=options)  # fmt: skip
         rows = []
         for done, (count, name) in enumerate(cells):

@@ -136,9 +136,8 @@ class Efficiency:
         return self._known[key]
 
     def host_seconds(self, kernel: Kernel, way: Way) -> float:
-        """Seconds the host needs to ask for a kernel."""
-        own = self.hosts.get((name_of(kernel), way))
-        return own if own is not None else self.hosts[family_of(kernel), way]
+        """Seconds the host needs to ask for a kernel; none where that could not be told (LSTMs fill the queue at once)."""
+        return self.hosts.get((name_of(kernel), way), self.hosts.get((family_of(kernel), way), 0.0))
 
 
 def _read(points: tuple[Point, ...], op: str, number: str, place: tuple[float, ...]) -> float:

@@ -14,7 +14,8 @@ from fourfold.oracle.kernels import Kernel
 
 SAME = 0.1
 """Kernels nearer to each other than this (powers of two) are joined: one point for all."""
-LEAST_HOST = 3e-6
+LEAST_HOST, MOST_HOST = 3e-6, 1e-3
+"""Seconds. Above the latter the queue was full and the host had to wait: such a time says nothing of asking (LSTMs)."""
 SHORTEST = 3e-7
 """Seconds: a backward that merely hands gradients on shows as less than that between two events."""
 
@@ -69,10 +70,11 @@ def _hosts(rows: list[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         kernel = kernel_of_row(row)
         for way in WAYS:
-            if row.get(f"{way}_host") and (way == "forward" or any(kernel.gradients)):
+            seconds = row.get(f"{way}_host")
+            if seconds and seconds < MOST_HOST and (way == "forward" or any(kernel.gradients)):
                 for name in (name_of(kernel), family_of(kernel)):
-                    found.setdefault((name, way), []).append(row[f"{way}_host"])
-    quartile = {key: sorted(seconds)[len(seconds) // 4] for key, seconds in found.items()}
+                    found.setdefault((name, way), []).append(seconds)
+    quartile = {key: sorted(times)[len(times) // 4] for key, times in found.items()}
     around = max(quartile["transpose", "backward"] - quartile["transpose", "forward"], 0.0)
     return {
         "/".join(key): _round(max(seconds - (around if key[1] == "backward" else 0.0), LEAST_HOST))
