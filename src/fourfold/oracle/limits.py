@@ -123,7 +123,7 @@ def memory_redundancy(case: Case) -> Iterator[Finding]:
         return
     index = max(by_stage, key=lambda k: sum(by_stage[k].values()))
     part, sizes = case.parts[index], by_stage[index]
-    repeated, peak = sum(sizes.values()), case.memory.of(case.parts[index].stage.ranks[0]).bytes
+    repeated, peak = sum(sizes.values()), case.memory.of(case.parts[index].stage.ranks[0]).tensors
     if repeated < MEMORY_SHARE * peak:
         return
     most = max(sizes, key=lambda kind: sizes[kind])
@@ -166,7 +166,7 @@ def fragmentation(case: Case) -> Iterator[Finding]:
     lost = reserved(sizes) - sum(sizes)
     holds = _holds(cluster, peak.ranks)
     tight = peak.bytes <= holds < peak.bytes + lost
-    if lost < FRAGMENTED_SHARE * peak.bytes and not tight:
+    if lost < FRAGMENTED_SHARE * peak.tensors and not tight:
         return
     room = f" and {bytes_text(holds)} in all" if tight else ""
     yield Finding(

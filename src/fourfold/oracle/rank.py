@@ -25,6 +25,7 @@ from fourfold.plans.pipeline import Part, Pipeline, Task
 from fourfold.plans.program import Move, Program
 from fourfold.plans.stages import Crossing
 
+LIBRARY = "library"
 STATE = {"sgd": 0, "momentum": 1, "adamw": 2}
 """Tensors of a parameter's size that an optimizer keeps."""
 SCRATCH = {"sgd": 0, "momentum": 0, "adamw": 2}
@@ -46,6 +47,11 @@ class Peak:
     action: str  # as in the rank's list, or "optimizer"
     op: str
     parts: Mapping[str, int]  # bytes by kind; they sum to `bytes`
+
+    @property
+    def tensors(self) -> int:
+        """Bytes without what a library takes for good, however small the model is."""
+        return self.bytes - self.parts.get(LIBRARY, 0)
 
 
 @dataclass
@@ -83,7 +89,7 @@ class RankReplay:
         self.stages = {part.index: self._stage(part) for part in pipeline.parts if rank in part.stage.ranks}
         if machine.library and any(map(_multiplies, self.stages.values())):
             for _ in range(2):  # threads that multiply: forward's and backward's
-                self.heap.take(machine.library, "library")
+                self.heap.take(machine.library, LIBRARY)
         self.messages: dict[tuple[int, int, str, bool, int], list[tuple[Crossing, list[tuple[int, bool]]]]] = {}
         self.before: object = None  # how things were when the last period began
         self.held: dict[tuple[int, int], _Held] = {}
