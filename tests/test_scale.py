@@ -76,7 +76,8 @@ def test_a_thousand_devices_take_a_moment(strategy: str) -> None:
 
 @pytest.mark.parametrize(("name", "strategy", "batch"), [
     ("vgg16-cifar", "data", 18), ("unet3d", "data+spatial:space=4", 6), ("vgg16-cifar", "spatial", 4),
-    ("vgg16-cifar", "fsdp", 12), ("vgg16-cifar", "splitbrain", 20), ("gpt2", "data+filter:model=4", 9), ("gpt2", "data+pipeline:stages=3", 24),
+    ("vgg16-cifar", "fsdp", 12), ("vgg16-cifar", "splitbrain", 20),
+    ("gpt2", "data+filter:model=4", 9), ("gpt2", "data+pipeline:stages=3", 24),
 ])  # fmt: skip
 def test_ranks_said_to_be_alike_have_the_same_shapes_and_peaks(name: str, strategy: str, batch: int) -> None:
     made = lowered(graph_of(name), strategy, 8, batch)
