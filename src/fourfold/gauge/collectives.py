@@ -94,6 +94,7 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
         cluster = _with(cluster, found.points, request)
         if sum(map(len, request.groups)) == ranks.count:
             computing += found.computing
+        if computing:
             cluster = replace(cluster, kinds=(replace(device, drift=_rounded(drift(computing))),))
     yield Progress(cluster=cluster, done=of, of=of, next="")
 
@@ -193,7 +194,8 @@ def measured(request: Request) -> Found:
             blocks[size] += [_block(once, stretch, group, repeats) for _ in range(request.effort.blocks)]
     there = 0.5 if request.collective == "send" else 1.0
     points = tuple((size, *(there * x for x in _middle(found))) for size, found in blocks.items())
-    computing = tuple(one.computing / max(stretch.times, 1) for found in blocks.values() for one in found)
+    long = [block for found in blocks.values() for block in found if block.repeats == REPEATS]  # short ones begin unevenly
+    computing = tuple(block.computing / max(stretch.times, 1) for block in long)
     return Found(points=points, computing=computing)  # type: ignore[arg-type]
 
 
@@ -203,6 +205,7 @@ class _Block:
 
     seconds: float
     computing: float
+    repeats: int
 
 
 def _middle(blocks: list[_Block]) -> tuple[float, float]:
@@ -231,7 +234,7 @@ def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, repeats: int)
     sums = torch.tensor([both - alone, alone, 1.0] if group is not None else [0.0] * 3, dtype=torch.float64)
     dist.all_reduce(sums)
     seconds, computing = (sums[:2] / sums[2] / repeats).tolist()
-    return _Block(seconds, computing)
+    return _Block(seconds, computing, repeats)
 
 
 def _elapsed(stretch: _Stretch, once: Callable[[], Any], group: Any, repeats: int) -> float:
