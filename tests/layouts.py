@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from fourfold.index import IndexSet
 from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.own import Own
 
 Array = NDArray[Any]
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fourfold.index import IndexSet
 from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.own import Own
 from fourfold.runtime import exchange as runtime
 from layouts import Array, case, definition, pairing, valid
 from ranks import pool, world_of

@@ -2,9 +2,10 @@
 
 from fourfold.plans.compose import Options
 from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.lower import lower
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.own import Own
 from fourfold.plans.pipeline import Pipeline, pipeline
 from fourfold.plans.plan import Passes, Plan, load_plan, save_plan
 from fourfold.plans.program import Compute, Move, Program, Repeat

@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Literal
 
 from fourfold.index import IndexSet
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.own import Own
 
 Pattern = Literal["none", "local", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 

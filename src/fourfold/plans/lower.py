@@ -17,8 +17,9 @@ from fourfold.index import IndexSet
 from fourfold.ops.nest import Nest, Window, nest_of
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.hints import Hints, block_hints, domain_dims
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import segments
+from fourfold.plans.own import Own
 from fourfold.plans.place import Placement, place
 from fourfold.plans.plan import Passes, Plan
 from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step

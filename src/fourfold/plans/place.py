@@ -14,8 +14,9 @@ from functools import lru_cache
 from fourfold.errors import Infeasible
 from fourfold.ops.nest import Concat, Dim, Loop, Need, Nest, Window
 from fourfold.ops.window import Shift
-from fourfold.plans.layout import Layout, Own, concatenated, joined
+from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.own import Own, concatenated, joined
 
 PASS = "<partial>"
 """The choice of an axis along which a linear op lets partial sums through."""

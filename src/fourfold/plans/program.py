@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest
 from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.own import Own
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.plans.layout import Layout, Own
+from fourfold.plans.layout import Layout
+from fourfold.plans.own import Own
 from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.random import drop

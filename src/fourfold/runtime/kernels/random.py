@@ -51,7 +51,7 @@ def random(step: Compute, local: Local) -> Run:
         if not train or p == 0:
             return lambda x: x
         if name == "feature_dropout":
-            from fourfold.plans.layout import Own
+            from fourfold.plans.own import Own
 
             layout = Layout((*layout.dims[:2], *(Own.whole(1) for _ in layout.dims[2:])))
         return lambda x: drop(x, p, step, local, layout)
