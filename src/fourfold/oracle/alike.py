@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fourfold.plans.layout import Layout
-from fourfold.plans.mesh import Mesh
+from fourfold.plans.mesh import Coords, Mesh
 from fourfold.plans.own import Own
 from fourfold.plans.program import Compute, Program, Repeat
 
@@ -16,12 +16,19 @@ from fourfold.plans.program import Compute, Program, Repeat
 def alike(mesh: Mesh, programs: Iterable[Program]) -> list[tuple[int, ...]]:
     """The members of a mesh in sets whose shards have the same sizes in all these programs, in the order of their firsts."""
     owns = dict.fromkeys(own for program in programs for layout in _layouts(program) for own in layout.dims)
-    divisions = dict.fromkeys((own.axes, own.counts) for own in owns if len(set(own.counts)) > 1)
+    divisions = dict.fromkeys((own.axes, own.counts) for own in owns if own.uneven)
     places = {axes: _places(mesh, axes) for axes in {axes for axes, _ in divisions}}
     found: dict[tuple[int, ...], list[int]] = {}
     for member in range(mesh.size):
         found.setdefault(tuple(counts[places[axes][member]] for axes, counts in divisions), []).append(member)
     return list(map(tuple, found.values()))
+
+
+def share_of(step: Compute, coords: Coords) -> tuple[int, ...]:
+    """What tells a rank's share of one step from another's: its sizes along the divisions that are uneven."""
+    layouts = (own for layout in (*step.needs, *step.gives) for own in layout.dims)
+    owns = dict.fromkeys(own for own in (*layouts, *step.loops.values()) if own.uneven)
+    return tuple(own.counts[own.place(coords)] for own in owns)
 
 
 def _layouts(program: Program) -> Iterator[Layout]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.oracle import gpu
+from fourfold.oracle.alike import share_of
 from fourfold.oracle.heap import Block, Gathered
 from fourfold.oracle.moving import Moved, moving
 from fourfold.oracle.results import Strided, passes, results, strided
@@ -45,6 +46,14 @@ class Facts:
 
 
 @dataclass(eq=False)
+class Known:
+    """What was found out of programs and steps, by their identity, for all ranks that run them."""
+
+    lives: dict[int, tuple[Sequence[tuple[str, ...]], frozenset[int]]] = field(default_factory=dict)  # of the programs' slots
+    facts: dict[tuple[object, ...], Facts] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class Forward(Tape):
     """One rank's forwards."""
 
@@ -52,14 +61,14 @@ class Forward(Tape):
     keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
     again: list[Node] = field(default_factory=list)  # what the second run of a segment wrote down
     wired: Wires | None = None  # gathered weights travel so; through common memory without it
-    lives: dict[int, tuple[Sequence[tuple[str, ...]], frozenset[int]]] = field(default_factory=dict)  # of the programs' slots
-    known: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # by the identity of a step
+    known: Known = field(default_factory=Known)
+    facts: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # of this rank, by the identity of a step
 
     def forward(self, program: Program, env: Env) -> None:
         """Run all steps; what is left in the env is what the runtime has then."""
-        if id(program) not in self.lives:
-            self.lives[id(program)] = frees(program), overwriting(program)
-        free, over = self.lives[id(program)]
+        if id(program) not in self.known.lives:
+            self.known.lives[id(program)] = frees(program), overwriting(program)
+        free, over = self.known.lives[id(program)]
         if self.wired is not None:
             self.wired.there.reset()
         at = 0
@@ -107,17 +116,23 @@ class Forward(Tape):
         env.update(zip(step.outputs, outs, strict=True))
 
     def _facts(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
-        """Worked out once for all micro-batches: a step's operands lie the same in each."""
+        """Worked out once for all micro-batches, in which a step's operands lie the same, and for ranks with such a share."""
         key = (id(step), over, *[t.var is not None for t in ins])
-        if key not in self.known:
-            share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self.machine.item, step.dtypes)))
-            space, kept = self._needs(share, [t.var is not None for t in ins])
-            copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
-            self.known[key] = Facts(
-                share=share, lies=tuple(results(share, [t.lies for t in ins], over)), space=space, kept=kept,
-                passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))), sizes=tuple(t.bytes for t in ins),
-            )  # fmt: skip
-        return self.known[key]
+        if key not in self.facts:
+            shared = (*key, share_of(step, self.coords), *(t.lies for t in ins))
+            if shared not in self.known.facts:
+                self.known.facts[shared] = self._found(step, ins, over)
+            self.facts[key] = self.known.facts[shared]
+        return self.facts[key]
+
+    def _found(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
+        share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self.machine.item, step.dtypes)))
+        space, kept = self._needs(share, [t.var is not None for t in ins])
+        copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
+        return Facts(
+            share=share, lies=tuple(results(share, [t.lies for t in ins], over)), space=space, kept=kept,
+            passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))), sizes=tuple(t.bytes for t in ins),
+        )  # fmt: skip
 
     def _needs(self, share: Share, gradients: Sequence[bool]) -> tuple[Workspace, Saving]:
         """What the op takes for a while, and what it keeps."""

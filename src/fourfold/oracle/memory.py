@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.oracle.alike import alike
+from fourfold.oracle.forward import Known
 from fourfold.oracle.machine import CPU, CUDA, Machine
 from fourfold.oracle.rank import Peak, RankReplay
 from fourfold.plans.pipeline import Pipeline
@@ -35,7 +36,8 @@ class Memory:
 
 def memory(pipeline: Pipeline, *, optimizer: str = "sgd", machine: Machine = CPU) -> Memory:
     """The predicted peak of each rank in one training step."""
-    peaks = (RankReplay(pipeline, ranks[0], optimizer, machine).peak(ranks) for ranks in _kinds(pipeline))
+    known = Known()
+    peaks = (RankReplay(pipeline, ranks[0], optimizer, machine, known).peak(ranks) for ranks in _kinds(pipeline))
     return Memory(peaks=tuple(peaks))
 
 

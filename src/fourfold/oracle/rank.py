@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fourfold.oracle.forward import Forward, Wires, is_gather
+from fourfold.oracle.forward import Forward, Known, Wires, is_gather
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
 from fourfold.oracle.results import Strided
@@ -82,8 +82,11 @@ class _Stage:
 class RankReplay:
     """The replay of one rank."""
 
-    def __init__(self, pipeline: Pipeline, rank: int, optimizer: str, machine: Machine) -> None:
+    def __init__(
+        self, pipeline: Pipeline, rank: int, optimizer: str, machine: Machine, known: Known | None = None
+    ) -> None:
         self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, optimizer, machine
+        self.known = known or Known()
         self.heap = Heap(machine)
         self.action = ""
         self.stages = {part.index: self._stage(part) for part in pipeline.parts if rank in part.stage.ranks}
@@ -155,7 +158,8 @@ class RankReplay:
     def _stage(self, part: Part) -> _Stage:
         index = part.stage.ranks.index(self.rank)
         coords = part.stage.mesh.coords(index)
-        stage = _Stage(part, coords, Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine))
+        tape = Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine, known=self.known)
+        stage = _Stage(part, coords, tape)
         program, graph = part.program, part.program.graph
         self.heap.now = "stored tensors"
         known = {p.name: p for p in graph.parameters}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from fourfold.graph import Graph
-from fourfold.oracle.alike import alike
+from fourfold.oracle.alike import alike, share_of
 from fourfold.oracle.fanout import gradient_sums
 from fourfold.oracle.gathers import Gathers
 from fourfold.oracle.items import Item
@@ -58,7 +58,7 @@ class StagePrices:
         """Of members alike, the first on each kind of device."""
         found: dict[str, int] = {}
         for member in members:
-            found.setdefault(self.prices.cluster.device(self.ranks[member]).name, member)
+            found.setdefault(self._device(member), member)
         return list(found.values())
 
     def forward(self) -> list[Item]:
@@ -124,10 +124,15 @@ class StagePrices:
         return out
 
     def _times(self, step: Compute) -> list[KernelTime]:
-        """A step's times on each kind of member, worked out once for its forward and its backwards."""
+        """A step's times on each kind of member, worked out once for its forward and its backwards, and for members that
+        differ elsewhere."""
         if id(step) not in self._known:
-            self._known[id(step)] = [self.prices.kernel(self.kernel(step, m), self.ranks[m]) for m in self.members]
+            shares = {(share_of(step, self.mesh.coords(m)), self._device(m)): m for m in reversed(self.members)}
+            self._known[id(step)] = [self.prices.kernel(self.kernel(step, m), self.ranks[m]) for m in shares.values()]
         return self._known[id(step)]
+
+    def _device(self, member: int) -> str:
+        return self.prices.cluster.device(self.ranks[member]).name
 
     def kernel(self, step: Compute, member: int) -> Kernel:
         """A step as one member of the stage runs it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from fourfold.index import IndexSet
@@ -22,7 +22,7 @@ from fourfold.plans.own import Own
 Pattern = Literal["none", "local", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Exchange:
     """A move between two layouts of one tensor."""
 
@@ -30,11 +30,11 @@ class Exchange:
     source: Layout
     target: Layout
 
-    @property
+    @cached_property
     def adjoint(self) -> Exchange:
         return Exchange(self.mesh, self.target.dual, self.source.dual)
 
-    @property
+    @cached_property
     def steps(self) -> tuple[Step, ...]:
         return _steps(self)
 

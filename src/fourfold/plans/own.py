@@ -58,6 +58,11 @@ class Own:
         return tuple(map(len, self.sets))
 
     @cached_property
+    def uneven(self) -> bool:
+        """Whether some coordinates own more than others."""
+        return len(set(self.counts)) > 1
+
+    @cached_property
     def total(self) -> int:
         """How many indices all coordinates own, one that several own counted for each."""
         return sum(self.counts)
