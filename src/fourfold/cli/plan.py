@@ -62,6 +62,7 @@ def plan(
         from fourfold.cluster.local import suits
         from fourfold.oracle.figures import predicted
         from fourfold.plans import named, pipeline, save_plan
+        from fourfold.plans.schedule import FUSED
         from fourfold.plans.strategies import parse
         from fourfold.report.plans import Outlook, plan_record, plan_text
         from fourfold.runtime.subject import subject
@@ -78,7 +79,7 @@ def plan(
         made = seen.plan(strategy, ranks=devices, options=options)
         program = pipeline(seen.graph, made)
         outlook = None
-        if asked_for is not None:
+        if asked_for is not None and made.schedule not in FUSED:
             graph = priced(seen.graph, asked_for)
             same = graph is seen.graph
             told = (

@@ -22,6 +22,7 @@ from fourfold.oracle.stream import Streamed, streamed
 from fourfold.oracle.traffic import pair_kind
 from fourfold.plans.boundary import Side, sizes
 from fourfold.plans.pipeline import Pipeline
+from fourfold.plans.schedule import FUSED
 from fourfold.timeline import Timeline
 
 DRIFT = 0.05
@@ -51,6 +52,9 @@ def estimate(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> E
     if plan.size > cluster.size:
         raise Infeasible(f"the plan needs {plan.size} devices, cluster {cluster.name!r} has {cluster.size} in use; "
                          "plan for fewer or ask for more")  # fmt: skip
+    if plan.stages and plan.schedule in FUSED:
+        raise Infeasible(f"schedule {plan.schedule} runs a forward and a backward at once, which is not predicted yet; "
+                         "choose 1f1b-as")  # fmt: skip
     return _Estimating(pipeline, prices, optimizer).run()
 
 

@@ -221,6 +221,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
 }
 ASYNCHRONOUS = ("1f1b-as", "fbp-as")
+FUSED = ("fbp-as",)
+"""Schedules whose actions are a forward and a backward at once: `rehearse` tells their time, no list of actions does."""
 
 
 def schedule_named(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
