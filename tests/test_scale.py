@@ -29,7 +29,7 @@ from small import graph_of
 
 STRATEGIES = ("data", "data+filter:model=4", "data+spatial:space=2", "data+pipeline:stages=2", "fsdp")
 LIMITS = {1024: 1.0, 16384: 5.0}
-"""Seconds of a processor that an estimate of resnet152 shall take, by devices. A busy machine takes up to three times as many."""
+"""Seconds of a processor that an estimate of resnet152 shall take, by devices; a busy machine takes up to three times that."""
 
 
 @dataclass(frozen=True, kw_only=True)
