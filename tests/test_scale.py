@@ -18,6 +18,7 @@ from fourfold.models import MODELS
 from fourfold.oracle.alike import alike
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.machine import CPU, CUDA, Machine
+from fourfold.oracle.memory import memory
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.rank import RankReplay
@@ -99,6 +100,17 @@ def _layouts(program: Program) -> list[Layout]:
     computes = [layout for step in program.computes() for layout in (*step.needs, *step.gives)]
     moves = [end for move in program.moves() for end in (move.exchange.source, move.exchange.target)]
     return [*program.stored.values(), *program.updates.values(), *computes, *moves]
+
+
+@pytest.mark.parametrize(("name", "strategy", "batch"), [
+    ("unet3d", "data+spatial:space=4", 6), ("vgg16-cifar", "fsdp", 12), ("vgg16-cifar", "spatial", 4), ("gpt2", "data", 18),
+])  # fmt: skip
+def test_kinds_that_share_what_was_worked_out_have_the_peaks_they_have_alone(name: str, strategy: str, batch: int) -> None:
+    made = lowered(graph_of(name), strategy, 8, batch)
+    for machine in (CPU, CUDA):
+        found = memory(made, optimizer="adamw", machine=machine).peaks
+        assert len(found) > 1
+        assert list(found) == [RankReplay(made, peak.ranks[0], "adamw", machine).peak(peak.ranks) for peak in found]
 
 
 class Patient(RankReplay):
