@@ -92,8 +92,8 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
         yield Progress(cluster=cluster, done=done, of=of, next=words)
         found: Found = ranks(measured, request)[request.groups[0][0]]
         cluster = _with(cluster, found.points, request)
-        if sum(map(len, request.groups)) == ranks.count:
-            computing += found.computing
+        if sum(map(len, request.groups)) == ranks.count and found.computing:
+            computing.append(statistics.mean(found.computing))  # over a second or so: a step evens out shorter moments
         if computing:
             cluster = replace(cluster, kinds=(replace(device, drift=_rounded(drift(computing))),))
     yield Progress(cluster=cluster, done=of, of=of, next="")
