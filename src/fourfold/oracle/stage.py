@@ -110,8 +110,8 @@ class StagePrices:
         return [*out, self._joint(step, joint)] if joint else out
 
     def _fanout(self) -> dict[str, list[Item]]:
-        """By value, the sums of the gradients that its readers give it. On processors they are left out: little beside the
-        ops there."""
+        """By value, the sums of the gradients that its readers give it. On processors they are left out: they are not among
+        the kernels timed there, and what that costs was not measured."""
         out: dict[str, list[Item]] = {}
         member = self.members[0]
         if self.prices.cluster.device(self.ranks[member]).kind == "cpu":
