@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from small import graph_of
 
 STRATEGIES = ("data", "data+filter:model=4", "data+spatial:space=2", "data+pipeline:stages=2", "fsdp")
 LIMITS = {1024: 1.0, 16384: 5.0}
-"""Seconds of a processor that an estimate of resnet152 shall take, by devices; a busy machine takes up to three times that."""
+"""Seconds of a processor that an estimate of resnet152 shall take, by devices, on an idle machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +197,16 @@ def resnet152() -> Graph:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", LIMITS)
 @pytest.mark.parametrize(
-    "strategy", ["data", "data+filter:model=4", "data+spatial:space=4", "data+pipeline:stages=32", "filter", "fsdp"]
+    "strategy", ["data", "data+filter:model=4", "data+spatial:space=4", "data+pipeline:stages=8", "filter", "fsdp"]
 )
 def test_estimates_of_resnet152_on_thousands_of_devices(strategy: str, count: int) -> None:
     if strategy == "filter" and count > 1024:
         pytest.skip("filters of most layers are too few for so many ranks")
     graph, batch = resnet152(), 64 if strategy == "filter" else 8 * count
+    gc.collect()
+    gc.freeze()  # as the commands do once a graph is captured
     begun = time.process_time()
     found: Prediction = predict(lowered(graph, strategy, count, batch), Prices(cluster=devices(count)), optimizer="momentum")
     taken = time.process_time() - begun
     assert found.estimate.step_seconds > 0
-    assert taken < 3 * LIMITS[count], f"{taken:.2f} s"
+    assert taken < LIMITS[count], f"{taken:.2f} s"

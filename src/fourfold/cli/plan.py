@@ -26,6 +26,7 @@ from fourfold.cli.options import (
     asked,
     priced,
     setting,
+    settle,
 )
 from fourfold.cli.output import check_place, check_trace, write_trace, written
 from fourfold.cli.voice import Voice
@@ -74,6 +75,7 @@ def plan(
         check_place(output)
         check_trace(trace, asked_for)
         seen = subject(model, batch=batch, data=False)
+        settle()
         say(f"planning {strategy}")
         begun = time.perf_counter()
         made = seen.plan(strategy, ranks=devices, options=options)

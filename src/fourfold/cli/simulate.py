@@ -24,6 +24,7 @@ from fourfold.cli.options import (
     asked,
     priced,
     setting,
+    settle,
 )
 from fourfold.cli.output import check_trace, write_trace
 from fourfold.cli.voice import Voice
@@ -77,6 +78,7 @@ def simulate(
             raise InvalidInput(f"--trace shows one step, {len(cells)} are asked for; give one of --devices and one --strategy")
         check_trace(trace, settings[1])
         seen = subject(model, batch=batch, data=False)
+        settle()
         graph = priced(seen.graph, settings[1])
         study = Study(graph=graph, settings=settings, batch=seen.batch, scaling="weak" if weak else "strong",
                       samples=samples, options=options)  # fmt: skip
