@@ -21,14 +21,13 @@ from fourfold.oracle.stage import BUCKET, StagePrices
 from fourfold.oracle.stream import Streamed, streamed
 from fourfold.oracle.traffic import pair_kind
 from fourfold.plans.boundary import Side, sizes
+from fourfold.plans.buckets import CHUNK_BYTES
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.schedule import FUSED
 from fourfold.timeline import Timeline
 
 DRIFT = 0.05
 """How far the median step of one run may lie from another's, relative: assumed where no calibration has measured it."""
-CHUNK_BYTES = 4 * 2**20
-"""What a rank gives at a time when slices are gathered under ZeRO-1."""
 LAST = "L"
 """The kind under which the items of a stage's last backward are kept: the one that completes gradients."""
 

@@ -19,7 +19,7 @@ from fourfold.oracle.saving import Saving, Share, saving
 from fourfold.oracle.tape import Env, Node, Tape, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums
 from fourfold.oracle.workspace import Workspace, workspace
-from fourfold.plans.exchange import Exchange
+from fourfold.plans.buckets import is_gather
 from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.program import Compute, Move, Program, Repeat, Step
 
@@ -338,12 +338,3 @@ class Forward(Tape):
 
 def _ends(var: Var | None) -> bool:
     return var is not None and (var.leaf or var.ends)
-
-
-def is_gather(move: Move) -> bool:
-    """Whether a parameter is brought from where it is stored in one exchange, and its gradient back in one."""
-    return move.kind == "parameter" and all(_travels(e) for e in (move.exchange, move.exchange.adjoint))
-
-
-def _travels(exchange: Exchange) -> bool:
-    return len(exchange.steps) == 1 and exchange.steps[0].pattern != "local"

@@ -16,18 +16,6 @@ from fourfold.plans.exchange import Step
 from fourfold.plans.program import Move, Program
 
 
-def gathered(program: Program) -> list[Move]:
-    """The moves of stored parameters that are one exchange each way."""
-    buffers = {p.name for p in program.graph.parameters if p.buffer}
-    moves = dict.fromkeys(m for m in program.moves() if m.kind == "parameter" and m.value not in buffers)
-    stored = {p.name for p in program.graph.parameters}
-    return [m for m in moves if m.source in stored and all(_travels(e.steps) for e in (m.exchange, m.exchange.adjoint))]
-
-
-def _travels(steps: tuple[Step, ...]) -> bool:
-    return len(steps) == 1 and steps[0].pattern != "local"
-
-
 def _homes(bunches: list[list[Move]]) -> dict[Move, int]:
     return {move: k for k, bunch in enumerate(bunches) for move in bunch}
 
@@ -36,8 +24,8 @@ class Gathers:
     """The items of one stage's gathered weights, asked for in the order of its forward and then of its backward."""
 
     def __init__(self, program: Program, meeting: Meeting) -> None:
-        self.meeting, self.moves = meeting, frozenset(gathered(program))
-        moves = [m for m in dict.fromkeys(program.moves()) if m in self.moves]
+        moves = buckets.gathered(program)
+        self.meeting, self.moves = meeting, frozenset(moves)
         self.near = {m for m in moves if meeting.prices.together(meeting.groups(m.exchange.steps[0].axes))}
         far = [m for m in moves if m not in self.near]
         self.there = self._bunched(far, [m.exchange.steps[0] for m in far])

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from fourfold.oracle import workspace as processor
+from fourfold.oracle.register import rule_for
 from fourfold.oracle.saving import Saving, Share
 from fourfold.oracle.workspace import Workspace
 
@@ -29,15 +30,7 @@ REDUCED_BYTES = 133 * 2**20
 
 Rule = Callable[[Share, Sequence[bool]], Workspace]
 _KERNELS: dict[str, Rule] = {}
-
-
-def _kernel(*names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in names:
-            _KERNELS[name] = rule
-        return rule
-
-    return register
+_kernel = rule_for(_KERNELS)
 
 
 def workspace(share: Share, gradients: Sequence[bool]) -> Workspace:

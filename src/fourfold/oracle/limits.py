@@ -21,17 +21,14 @@ from fourfold.oracle.finding import (
     Case,
     Finding,
 )
+from fourfold.oracle.machine import CUDA, LARGE, ROUND
 from fourfold.oracle.memory import Memory
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.redundancy import Held, Shrink, held, shrinks
 from fourfold.plans.pipeline import Part, Pipeline
 from fourfold.units import bytes_text, seconds_text
 
-MIB = 2**20
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB
-MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB
-LARGE_ROUND = 2 * MIB
-BLOCK = 512
+SMALL, SMALL_SEGMENT, MIDDLE_SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
 """PyTorch's caching allocator on CUDA (c10/cuda/CUDACachingAllocator): sizes are rounded up to blocks of 512 bytes; those up to
 1 MiB are cut from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones are multiples of 2 MiB."""
 WORDS = {"batch": "examples", "filter": "filters", "channel": "channels"}
@@ -181,10 +178,10 @@ def fragmentation(case: Case) -> Iterator[Finding]:
 
 def reserved(sizes: list[int]) -> float:
     """Bytes of segments that hold tensors of these sizes, packed as well as can be."""
-    rounded = [-(-size // BLOCK) * BLOCK for size in sizes]
+    rounded = [-(-size // CUDA.granularity) * CUDA.granularity for size in sizes]
     small = sum(size for size in rounded if size <= SMALL)
-    middle = sum(size for size in rounded if SMALL < size < MIDDLE)
-    large = sum(-(-size // LARGE_ROUND) * LARGE_ROUND for size in rounded if size >= MIDDLE)
+    middle = sum(size for size in rounded if SMALL < size < LARGE)
+    large = sum(-(-size // ROUND) * ROUND for size in rounded if size >= LARGE)
     return float(-(-small // SMALL_SEGMENT) * SMALL_SEGMENT + -(-middle // MIDDLE_SEGMENT) * MIDDLE_SEGMENT + large)
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fourfold.oracle.forward import Forward, Known, Wires, is_gather
+from fourfold.oracle.forward import Forward, Known, Wires
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
 from fourfold.oracle.results import Strided
@@ -18,6 +18,7 @@ from fourfold.oracle.rhythm import Rhythm, rhythm
 from fourfold.oracle.tape import Env, Node, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums, bunched, member
 from fourfold.plans.boundary import Side, incoming, outgoing
+from fourfold.plans.buckets import CHUNK_BYTES, RING_BYTES, is_gather
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Coords
@@ -30,12 +31,8 @@ STATE = {"sgd": 0, "momentum": 1, "adamw": 2}
 """Tensors of a parameter's size that an optimizer keeps."""
 SCRATCH = {"sgd": 0, "momentum": 0, "adamw": 2}
 """And those it makes while it updates one parameter."""
-CHUNK_BYTES = 4 * 2**20
-"""What a rank gives at a time when slices are gathered under ZeRO-1; two of them lie in common memory."""
 _NO_PRODUCTS = ("conv", "conv_transpose", "attention", "embedding", "lstm")
 """Kernels with much work that cuBLAS has no part in."""
-RING_BYTES = 16 * 2**20
-"""The least common memory through which gradients of gathered weights go, per rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

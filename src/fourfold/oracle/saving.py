@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fourfold.ops.nest import Kept, Window
+from fourfold.oracle.register import rule_for
 from fourfold.plans.mesh import Coords
 from fourfold.plans.program import Compute
 
@@ -97,15 +98,7 @@ class Share:
 
 Rule = Callable[[Share, Sequence[bool]], Saving | None]
 _KERNELS: dict[str, Rule] = {}
-
-
-def _kernel(*names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in names:
-            _KERNELS[name] = rule
-        return rule
-
-    return register
+_kernel = rule_for(_KERNELS)
 
 
 def saving(share: Share, gradients: Sequence[bool]) -> Saving:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fourfold.oracle.register import rule_for
 from fourfold.oracle.saving import Share, full_bytes
 
 
@@ -25,15 +26,7 @@ class Workspace:
 
 Rule = Callable[[Share, Sequence[bool], int], Workspace]
 _KERNELS: dict[str, Rule] = {}
-
-
-def _kernel(*names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in names:
-            _KERNELS[name] = rule
-        return rule
-
-    return register
+_kernel = rule_for(_KERNELS)
 
 
 def workspace(share: Share, gradients: Sequence[bool], block: int) -> Workspace:

@@ -1,5 +1,5 @@
-"""What travels together: gradients summed in buckets, weights gathered in bunches. Facts of names and sizes alone, for the
-runtime that sends them and for whoever counts their time and memory.
+"""What travels together: gradients summed in buckets, weights gathered in bunches, slices of them in chunks. Facts of names and
+sizes alone, for the runtime that sends them and for whoever counts their time and memory.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.plans.exchange import Step
+from fourfold.plans.exchange import Exchange, Step
+from fourfold.plans.program import Move, Program
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
@@ -16,6 +17,10 @@ FIRST_BUCKET_BYTES = 2**20
 BUNCH_BYTES = 4 * 2**20
 SUMS_AHEAD = 2
 """Sums of bunches of gradients under way at once."""
+CHUNK_BYTES = 4 * 2**20
+"""What a rank gives at a time when slices of parameters are gathered (ZeRO-1)."""
+RING_BYTES = 16 * 2**20
+"""The least common memory through which gradients of gathered weights go, per rank: small ones need not wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,21 @@ def _tail(gradients: Sequence[Gradient]) -> int:
         if total > FIRST_BUCKET_BYTES:
             return k + 1
     return 0
+
+
+def gathered(program: Program) -> list[Move]:
+    """The moves that gather a parameter from where it is stored, divided, for the ops that read it (ZeRO-3)."""
+    stored = {p.name for p in program.graph.parameters if not p.buffer}
+    return [move for move in dict.fromkeys(program.moves()) if move.source in stored and is_gather(move)]
+
+
+def is_gather(move: Move) -> bool:
+    """Whether a parameter is brought from where it is stored in one exchange, and its gradient back in one."""
+    return move.kind == "parameter" and all(map(_travels, (move.exchange, move.exchange.adjoint)))
+
+
+def _travels(exchange: Exchange) -> bool:
+    return len(exchange.steps) == 1 and exchange.steps[0].pattern != "local"
 
 
 def bunched(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object]) -> list[list[int]]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold.plans.buckets import RING_BYTES
 from fourfold.plans.exchange import Transfer, transfers
 from fourfold.runtime.board import shared_memory, viewed, wait_for
 from fourfold.runtime.carrier import Gathered, add_gradient
@@ -25,7 +26,6 @@ from fourfold.runtime.shelf import Shelf, reader
 from fourfold.runtime.world import TIMEOUT, World
 
 _LINE = 64  # bytes: counters and areas begin at cache lines
-RING_BYTES = 16 * 2**20  # at least: small gradients need not wait for each other
 
 
 class Way:

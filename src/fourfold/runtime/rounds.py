@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fourfold.plans.buckets import CHUNK_BYTES
 from fourfold.runtime.board import shared_memory, viewed
 from fourfold.runtime.world import World, all_gather_single
 
-CHUNK_BYTES = 4 * 2**20
 Chunk = list[tuple[int, int, int]]
 """Number of a tensor, and its rows from one to before another."""
 

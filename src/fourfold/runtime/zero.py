@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fourfold.plans.buckets import gathered
 from fourfold.plans.program import Compute, Move, Program
 from fourfold.runtime.carrier import Carrier, Gathered
 from fourfold.runtime.exchange import moved
@@ -44,7 +45,7 @@ class Weights:
     def __init__(self, programs: Mapping[int, Program], state: Mapping[str, Tensor], world: World) -> None:
         self.state, self.world = state, world
         self.known: dict[Move, Gathered] = {}
-        self.orders = {size: [self._gathered(m) for m in _handled(program, state)] for size, program in programs.items()}
+        self.orders = {size: [self._gathered(m) for m in gathered(program)] for size, program in programs.items()}
         self.carrier: Carrier | None = None
         if self.known:
             everyone = list(self.known.values())
@@ -160,14 +161,3 @@ class _Gather(torch.autograd.Function):
         ctx.gathered.full = None
         ctx.weights.carrier.give(ctx.gathered, grads[0])
         return None, None, None
-
-
-def _handled(program: Program, state: Mapping[str, Tensor]) -> list[Move]:
-    """The moves of stored parameters that are one exchange each way."""
-    buffers = {p.name for p in program.graph.parameters if p.buffer}
-    moves = [m for m in program.moves() if m.kind == "parameter" and m.value not in buffers and m.source in state]
-    return [m for m in moves if all(_travels(e.steps) for e in (m.exchange, m.exchange.adjoint))]
-
-
-def _travels(steps: tuple[Any, ...]) -> bool:
-    return len(steps) == 1 and steps[0].pattern != "local"

@@ -1,0 +1,21 @@
+"""Rules by the kernel they are for: how tables of them are filled, one decorator for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+Rule = TypeVar("Rule")
+
+
+def rule_for(table: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
+    """A decorator that puts a rule into a table under the names of its kernels."""
+
+    def of(*names: str) -> Callable[[Rule], Rule]:
+        def register(rule: Rule) -> Rule:
+            table.update(dict.fromkeys(names, rule))
+            return rule
+
+        return register
+
+    return of
