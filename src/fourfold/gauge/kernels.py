@@ -29,7 +29,7 @@ from fourfold.oracle.prices import KernelTime
 from fourfold.oracle.table import rounded
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
-from fourfold.plans.program import Compute, Repeat
+from fourfold.plans.program import Compute, inside
 from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
@@ -64,8 +64,7 @@ def samples(pipeline: Pipeline, dtypes: Mapping[str, str], known: Iterable[str] 
     for part in pipeline.parts:
         for program in part.programs.values():
             members = [some[0] for some in alike(program.mesh, [program])]
-            steps = [s for step in program.steps for s in (step.bodies[0] if isinstance(step, Repeat) else (step,))]
-            for step in (s for s in steps if isinstance(s, Compute)):
+            for step in (s for outer in program.steps for s in inside(outer) if isinstance(s, Compute)):
                 for member in members:
                     kernel = kernel_of(step, program.graph, program.mesh.coords(member), gradients, dtypes)
                     if kernel.key not in seen:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Coords, Mesh
 from fourfold.plans.own import Own
-from fourfold.plans.program import Compute, Program, Repeat
+from fourfold.plans.program import Compute, Program, inside
 
 
 def alike(mesh: Mesh, programs: Iterable[Program]) -> list[tuple[int, ...]]:
@@ -34,7 +34,7 @@ def share_of(step: Compute, coords: Coords) -> tuple[int, ...]:
 def _layouts(program: Program) -> Iterator[Layout]:
     yield from (*program.stored.values(), *program.updates.values())
     for step in program.steps:
-        for inner in (s for body in step.bodies for s in body) if isinstance(step, Repeat) else (step,):
+        for inner in inside(step):
             if isinstance(inner, Compute):
                 yield from (*inner.needs, *inner.gives)
             else:

@@ -20,7 +20,7 @@ from fourfold.oracle.rank import STATE
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Part
-from fourfold.plans.program import Compute, Program, Repeat, Step
+from fourfold.plans.program import Compute, Program, Step, inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,7 @@ def _unsplit(kernel: Kernel, step: Compute) -> Kernel:
 
 def steps_of(steps: Iterable[Step]) -> Iterator[Compute]:
     """All compute steps, those of passes once for each."""
-    for step in steps:
-        if isinstance(step, Repeat):
-            yield from (one for body in step.bodies for one in body if isinstance(one, Compute))
-        elif isinstance(step, Compute):
-            yield step
+    return (inner for step in steps for inner in inside(step) if isinstance(inner, Compute))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

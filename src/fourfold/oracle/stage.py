@@ -8,7 +8,7 @@ adjoint. Left out: the order in which autograd takes branches, which changes no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fourfold.graph import Graph
@@ -24,17 +24,10 @@ from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import order_of_use
 from fourfold.plans.pipeline import Part
-from fourfold.plans.program import Compute, Move, Program, Repeat
-from fourfold.plans.program import Step as AnyStep
+from fourfold.plans.program import Compute, Move, inside
 
 BUCKET = "bucket"  # how messages with sums of gradients are called
 STATISTICS = 2  # numbers per statistic that a norm exchanges: mean and variance, or their gradients
-
-
-def _flat(program: Program) -> Iterator[Compute | Move]:
-    """All steps, passes one after the other."""
-    for step in program.steps:
-        yield from _inside(step)
 
 
 class StagePrices:
@@ -63,7 +56,7 @@ class StagePrices:
 
     def forward(self) -> list[Item]:
         self.gathers.begin()
-        return [item for step in _flat(self.program) for item in self._forward(step)]
+        return [item for step in self.program.steps for inner in inside(step) for item in self._forward(inner)]
 
     def _forward(self, step: Compute | Move) -> list[Item]:
         if isinstance(step, Compute):
@@ -77,10 +70,10 @@ class StagePrices:
         self.gathers.begin()
         out: list[Item] = []
         for low, high in self.program.segments:
-            out += [item for step in self.program.steps[low:high] for inner in _inside(step) for item in self._forward(inner)]
+            out += [item for step in self.program.steps[low:high] for inner in inside(step) for item in self._forward(inner)]
         sums = self._sums() if last else {}
         for number, step in reversed(list(enumerate(self.program.steps))):
-            for inner in reversed(_inside(step)):
+            for inner in reversed(inside(step)):
                 out += self._backward(inner)
             out += sums.get(number, [])
         stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
@@ -198,8 +191,3 @@ class StagePrices:
     def _sizes(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
         trained = {p.name for p in self.graph.parameters if p.trainable}
         return {n: float(self.meeting.numel(at) * self.meeting.item(n)) for n, at in layouts.items() if n in trained}
-
-
-def _inside(step: AnyStep) -> list[Compute | Move]:
-    """A step, or those of all passes."""
-    return [inner for body in step.bodies for inner in body] if isinstance(step, Repeat) else [step]

@@ -86,6 +86,11 @@ class Repeat:
 Step = Compute | Move | Repeat
 
 
+def inside(step: Step) -> tuple[Compute | Move, ...]:
+    """A step itself, or those of all its passes in order."""
+    return tuple(inner for body in step.bodies for inner in body) if isinstance(step, Repeat) else (step,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """The lowered plan."""
@@ -111,13 +116,7 @@ class Program:
         return out
 
     def moves(self) -> list[Move]:
-        out: list[Move] = []
-        for step in self.steps:
-            if isinstance(step, Move):
-                out.append(step)
-            elif isinstance(step, Repeat):
-                out += [s for body in step.bodies for s in body if isinstance(s, Move)]
-        return out
+        return [inner for step in self.steps for inner in inside(step) if isinstance(inner, Move)]
 
     def groups(self) -> set[tuple[str, ...]]:
         """The axes of every group of ranks that its exchanges use."""
