@@ -1,7 +1,7 @@
 """Predicted before, then measured: step times of every strategy on local ranks and between two hosts joined at 1 Gbit/s.
 
-For each place the machine is calibrated and every plan predicted; the predictions are written down before the first plan
-runs. Then all plans run, model by model on fresh processes, in rounds one after the other, and a plan's time is the median of
+Each place is calibrated. Then, model by model, every plan is predicted, which times the model's kernels, and the predictions
+are written down; then the plans run, on fresh processes, in rounds one after the other, and a plan's time is the median of
 its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
 
     python benchmarks/accuracy.py                    # all places, about half an hour
@@ -29,7 +29,7 @@ from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.gauge.collectives import calibrated
 from fourfold.gauge.measuring import measured_prices
 from fourfold.oracle.estimate import estimate
-from fourfold.plans import Options, pipeline
+from fourfold.plans import Options, Plan, pipeline
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import Subject, save_data, subject
@@ -69,7 +69,7 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 HOSTS = {name: plan for name, plan in PLANS.items() if name not in ("recompute", "gpipe")}
 PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
-ROUNDS, STEPS, WARM_UP = 2, 7, 1
+ROUNDS, STEPS, WARM_UP = 3, 7, 1
 FOLDER = Path(__file__).parent / "results"
 STACK = ExitStack()
 
@@ -109,24 +109,30 @@ def cases(place: str, only: list[str]) -> Iterator[tuple[str, str]]:
                 yield model, plan
 
 
-def predicted(place: str, model: str, plan: str, seen: Subject, cluster: Cluster, team: Ranks | Joined) -> tuple[Row, Any]:
-    """A row without its measurement, and the plan to run."""
+def predicted(place: str, model: str, plans: list[str], seen: Subject, cluster: Cluster, team: Ranks | Joined) -> list[Row]:
+    """A model's rows without their measurements; its kernels are timed first, those of all plans in turn."""
+    lowered = {plan: pipeline(seen.graph, made(place, plan, seen, team)) for plan in plans}
+    prices = measured_prices(lowered.values(), cluster, team)
+    rows = []
+    for plan, program in lowered.items():
+        found = estimate(program, prices, optimizer="momentum")
+        low, high = found.interval
+        rows.append(Row(place, model, plan, found.step_seconds, low, high, dict(found.breakdown), found.measured_share, []))
+        say(f"{place} {model} {plan}: predicted {found.step_seconds * 1e3:.1f} ms")
+    return rows
+
+
+def made(place: str, plan: str, seen: Subject, team: Ranks | Joined) -> Plan:
     strategy, options = PLACES[place][plan]
-    made = seen.plan(strategy, ranks=team.count, options=Options(**options))
-    lowered = pipeline(seen.graph, made)
-    prices = measured_prices(lowered, cluster, team)
-    found = estimate(lowered, prices, optimizer="momentum")
-    low, high = found.interval
-    row = Row(place, model, plan, found.step_seconds, low, high, dict(found.breakdown), found.measured_share, [])
-    return row, made
+    return seen.plan(strategy, ranks=team.count, options=Options(**options))
 
 
-def run(row: Row, made: Any, seen: Subject, team: Ranks | Joined) -> None:
+def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined) -> None:
     """Add the step times of one round."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         data = Path(folder, "data.pt")
         save_data(seen.case, data)
-        task = Task(graph=seen.graph, plan=made, data=str(data), precision="fp32", optimizer="momentum", steps=STEPS)
+        task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer="momentum", steps=STEPS)
         team(begin, task, 0)
     for step in range(WARM_UP + STEPS):
         slowest = max(seconds for _, seconds in team(one_step, step))
@@ -145,14 +151,10 @@ def calibrate(place: str, path: Path) -> None:
 
 def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[Row]:
     """The rows of a model without their measurements."""
-    rows, (text, batch) = [], MODELS[model]
+    text, batch = MODELS[model]
     with ranks_of(place) as team:
-        seen = subject(text, batch=batch)
-        for _, plan in (case for case in cases(place, only) if case[0] == model):
-            row, _ = predicted(place, model, plan, seen, cluster, team)
-            say(f"{place} {model} {plan}: predicted {row.predicted * 1e3:.1f} ms")
-            rows.append(row)
-    return rows
+        plans = [plan for name, plan in cases(place, only) if name == model]
+        return predicted(place, model, plans, subject(text, batch=batch), cluster, team)
 
 
 def measure(place: str, model: str, rows: list[Row]) -> list[Row]:
@@ -161,8 +163,7 @@ def measure(place: str, model: str, rows: list[Row]) -> list[Row]:
     with ranks_of(place) as team:
         seen = subject(text, batch=batch)
         for row in rows:
-            strategy, options = PLACES[place][row.plan]
-            run(row, seen.plan(strategy, ranks=team.count, options=Options(**options)), seen, team)
+            run(row, made(place, row.plan, seen, team), seen, team)
             say(line(row))
     return rows
 
@@ -179,8 +180,7 @@ def place_rows(place: str, only: list[str], folder: Path) -> list[Row]:
     job(place, "calibrate", file, kept)
     for model in models:
         job(place, "predict", file, kept, "--model", model, *(part for text in only for part in ("--only", text)))
-    for _ in range(ROUNDS):
-        for model in models:
+        for _ in range(ROUNDS):
             job(place, "measure", file, kept, "--model", model)
     return load(kept)
 

@@ -45,13 +45,11 @@ def once(team: Ranks, place: str) -> tuple[dict[str, float], dict[str, float], d
         os.environ["FOURFOLD_CACHE"] = folder
         for progress in calibrated(team):
             print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
-        steps = {}
+        steps: dict[str, float] = {}
         for model, (text, batch) in MODELS.items():
             seen = subject(text, batch=batch)
-            for plan in PLANS:
-                row, _ = predicted(place, model, plan, seen, progress.cluster, team)
-                steps[f"{model} {plan}"] = row.predicted
-                print(f"  {model} {plan}: {1e3 * row.predicted:.1f} ms", file=sys.stderr, flush=True)
+            rows = predicted(place, model, list(PLANS), seen, progress.cluster, team)
+            steps |= {f"{model} {row.plan}": row.predicted for row in rows}
         kernels = {key: t.busy * (t.forward + t.backward) for key, t in load_kernels(table_name(team.count)).items()}
     return entries(progress.cluster), kernels, steps
 

@@ -22,7 +22,7 @@ from fourfold.plans import Pipeline, named, pipeline
 from ranks import pool
 from small import graph_of
 
-QUICK = Effort(sizes=(256.0, 65536.0), rounds=1, blocks=1)
+QUICK = Effort(sizes=(256.0, 65536.0), rounds=2)
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shared_gather", "shared_sum"}
 
 

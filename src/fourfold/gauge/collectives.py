@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, local
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
+from fourfold.gauge.middle import apart, middle
 from fourfold.plans.mesh import Mesh
 from fourfold.runtime.board import CAPACITY, Board, host_of_this_process
 from fourfold.runtime.crew import Crew
@@ -35,7 +36,7 @@ BLOCK_SECONDS = 0.1  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
 LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 10  # of so many repetitions, one is left out
-STRETCH = 1e-3  # seconds of computing before each repetition
+STRETCH = 4e-3  # seconds of computing before each repetition: about what lies between two exchanges of small networks
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 SENT = Sources(whole="calibration, from sends between two ranks")
@@ -44,12 +45,11 @@ COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured: which sizes, how many times all of them (machines have bad moments of seconds), and how many
-    blocks of repetitions each time."""
+    """How much is measured: which sizes, and how many times everything. Machines have bad moments of seconds and of minutes, so
+    that each number is taken at moments far apart."""
 
     sizes: tuple[float, ...] = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
-    rounds: int = 3
-    blocks: int = 2
+    rounds: int = 6
 
 
 FULL = Effort()
@@ -78,25 +78,73 @@ class Progress:
 def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) -> Iterator[Progress]:
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
     hosts = ranks(host_of_this_process)
-    cluster, wanted = _described(hosts, name), requests(hosts, effort)
-    of = 1 + len(wanted)
-    yield Progress(cluster=cluster, done=0, of=of, next="rates of one rank while all are busy")
-    device = cluster.kinds[0]
-    facts = ranks(rates)
-    device = replace(device, **_device_facts(facts, device.cores))
+    wanted = requests(hosts, effort)
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
-    cluster = replace(cluster, kinds=(device,), about=told)
-    computing: list[float] = []
-    for done, request in enumerate(wanted, start=1):
-        words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
-        yield Progress(cluster=cluster, done=done, of=of, next=words)
-        found: Found = ranks(measured, request)[request.groups[0][0]]
-        cluster = _with(cluster, found.points, request)
-        if sum(map(len, request.groups)) == ranks.count and found.computing:
-            computing.append(statistics.mean(found.computing))  # over a second or so: a step evens out shorter moments
-        if computing:
-            cluster = replace(cluster, kinds=(replace(device, drift=_rounded(drift(computing))),))
+    so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count)
+    done, of = 0, effort.rounds * (1 + len(wanted))
+    cluster = so_far.base
+    for _ in range(effort.rounds):
+        yield Progress(cluster=cluster, done=done, of=of, next="rates of one rank while all are busy")
+        so_far.facts += ranks(rates)
+        for request in wanted:
+            done, cluster = done + 1, so_far.cluster()
+            words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
+            yield Progress(cluster=cluster, done=done, of=of, next=words)
+            so_far.add(request, ranks(measured, request)[request.groups[0][0]])
+        done, cluster = done + 1, so_far.cluster()
     yield Progress(cluster=cluster, done=of, of=of, next="")
+
+
+class _SoFar:
+    """What a calibration has found until now."""
+
+    def __init__(self, base: Cluster, ranks: int) -> None:
+        self.base, self.ranks = base, ranks
+        self.facts: list[dict[str, float]] = []
+        self.blocks: dict[Request, dict[float, list[float]]] = {}
+        self.computing: list[float] = []
+
+    def add(self, request: Request, found: Found) -> None:
+        """One more round of a curve."""
+        known = self.blocks.setdefault(request, {})
+        for size, seconds in found.points:
+            known.setdefault(size, []).append(seconds)
+        if sum(map(len, request.groups)) == self.ranks and found.computing:
+            self.computing.append(statistics.mean(found.computing))  # over a second or so: a step evens out shorter moments
+
+    def cluster(self) -> Cluster:
+        """The cluster as far as it is known."""
+        device = self.base.kinds[0]
+        device = replace(device, **_device_facts(self.facts, device.cores, self.ranks))
+        if self.computing:
+            device = replace(device, drift=_rounded(drift(self.computing)))
+        curves = tuple(self._curve(request, found) for request, found in self.blocks.items())
+        links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
+        return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
+
+    @staticmethod
+    def _curve(request: Request, found: Mapping[float, list[float]]) -> Curve:
+        points = [(max(middle(times), LEAST), apart(times)) for times in found.values()]
+        return Curve(
+            collective=request.collective,
+            level=request.level,
+            ranks=len(request.groups[0]),
+            groups=len(request.groups),
+            sizes=tuple(found),
+            seconds=tuple(_rounded(seconds) for seconds, _ in points),
+            spreads=tuple(_rounded(spread) for _, spread in points),
+            source=f"calibration, middle of {len(next(iter(found.values())))} rounds, torch {torch.__version__}",
+        )
+
+
+def _linked(link: Link, curves: list[Curve]) -> Link:
+    """A link with the latency and bandwidth that sends over it had."""
+    sends = [curve for curve in curves if curve.collective == "send"]
+    if not sends:
+        return link
+    sizes, seconds = sends[-1].sizes, sends[-1].seconds
+    speed = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
+    return replace(link, latency=seconds[0], bandwidth=_rounded(speed), sources=SENT)
 
 
 def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
@@ -140,29 +188,6 @@ def drift(computing: list[float]) -> float:
     return (ordered[-1 - tenth] - ordered[tenth]) / 2 / statistics.median(ordered)
 
 
-def _with(cluster: Cluster, found: Sequence[tuple[float, float, float]], request: Request) -> Cluster:
-    curve = Curve(
-        collective=request.collective,
-        level=request.level,
-        ranks=len(request.groups[0]),
-        groups=len(request.groups),
-        sizes=tuple(size for size, _, _ in found),
-        seconds=tuple(_rounded(seconds) for _, seconds, _ in found),
-        spreads=tuple(_rounded(spread) for _, _, spread in found),
-        source=f"calibration, mean of at least {REPEATS} repetitions, torch {torch.__version__}",
-    )
-    cluster = replace(cluster, measured=Measured(curves=(*cluster.measured.curves, curve)))
-    if request.collective != "send":
-        return cluster
-    (small, first, _), (large, last, _) = found[0], found[-1]
-    speed = (large - small) / max(last - first, 1e-9)
-    links = tuple(
-        replace(link, latency=_rounded(first), bandwidth=_rounded(speed), sources=SENT)
-        if link.name == request.level else link for link in cluster.links
-    )  # fmt: skip
-    return replace(cluster, links=links)
-
-
 def _rounded(number: float) -> float:
     """Four digits: more would pretend to a precision no measurement has."""
     return float(f"{number:.4g}")
@@ -173,30 +198,31 @@ def _rounded(number: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A curve's points (bytes, seconds, spread), and how long the same computing took each time, in a unit of its own."""
+    """A curve's points (bytes, seconds), and how long the same computing took each time, in a unit of its own."""
 
-    points: tuple[tuple[float, float, float], ...]
+    points: tuple[tuple[float, float], ...]
     computing: tuple[float, ...]
 
 
 def measured(request: Request) -> Found:
-    """A collective at every size; all ranks of the process group must call."""
+    """A collective at every size once; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
     stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
     sizes = [size for size in request.effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
-    blocks: dict[float, list[_Block]] = {size: [] for size in sizes}
-    for _ in range(request.effort.rounds):
-        for size in sizes:
-            once = run(int(size))
-            repeats = _repeats(once)
-            blocks[size] += [_block(once, stretch, group, repeats) for _ in range(request.effort.blocks)]
+    blocks = {}
+    for size in sizes:
+        once = run(int(size))
+        blocks[size] = _block(once, stretch, group, _repeats(once))
+    if group is not None:
+        dist.destroy_process_group(group)
     there = 0.5 if request.collective == "send" else 1.0
-    points = tuple((size, *(there * x for x in _middle(found))) for size, found in blocks.items())
-    long = [block for found in blocks.values() for block in found if block.repeats == REPEATS]  # short ones begin unevenly
-    computing = tuple(block.computing / max(stretch.times, 1) for block in long)
-    return Found(points=points, computing=computing)  # type: ignore[arg-type]
+    long = [block for block in blocks.values() if block.repeats == REPEATS]  # short ones begin unevenly
+    return Found(
+        points=tuple((size, there * block.seconds) for size, block in blocks.items()),
+        computing=tuple(block.computing / max(stretch.times, 1) for block in long),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +232,6 @@ class _Block:
     seconds: float
     computing: float
     repeats: int
-
-
-def _middle(blocks: list[_Block]) -> tuple[float, float]:
-    """The median of all blocks and the distance of their quartiles."""
-    ordered = sorted(block.seconds for block in blocks)
-    quarter = len(ordered) // 4
-    return max(statistics.median(ordered), LEAST), ordered[-1 - quarter] - ordered[quarter]
 
 
 def _repeats(once: Callable[[], Any]) -> int:
@@ -360,10 +379,10 @@ def _seconds(once: Callable[[], Any]) -> float:
     return _mean(times)
 
 
-def _device_facts(facts: list[dict[str, float]], cores: int) -> dict[str, Any]:
+def _device_facts(facts: list[dict[str, float]], cores: int, ranks: int) -> dict[str, Any]:
     """The device's fields from what its ranks reached; a shared processor's are those of all its cores."""
     middle = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
-    rate, crowd = middle["rate"] * cores, max(1.0, len(facts) / max(cores, 1))
+    rate, crowd = middle["rate"] * cores, max(1.0, ranks / max(cores, 1))
     return {
         "rates": (("fp64", crowd * rate / 2), ("fp32", crowd * rate), ("bf16", crowd * rate)),
         "bandwidth": crowd * middle["bandwidth"] * cores,

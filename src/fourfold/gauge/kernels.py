@@ -5,7 +5,7 @@ kernel is run on one rank of every host, then on as many as a host has cores: th
 that outnumber cores take turns, which the replay knows. Caches are as in a step: weights and what was saved are not in them,
 what the op before has made is. A time is the mean of repetitions without the longest (a step is a sum: medians would leave
 out what is rare for one kernel and common for hundreds). Machines have bad moments of seconds: all kernels are gone through
-several times, and the middle one of a kernel's times counts.
+several times, and of a kernel's times the middle half counts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.cluster.local import usable_cores
+from fourfold.gauge.middle import middle
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.alike import alike
@@ -34,7 +35,7 @@ from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
 
-ROUNDS = 3
+ROUNDS = 5
 REPEATS = 5
 LEAST_REPEATS = 2
 SERIES_SECONDS = 0.2  # long kernels are repeated less often
@@ -140,11 +141,11 @@ class _Times:
 def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
     """From the times alone and in a crowd, one pair for each round."""
     alone, crowded = ([pair[k] for pair in pairs] for k in (0, 1))
-    one, many = (statistics.median(times.both for times in some) for some in (alone, crowded))
+    one, many = (middle(times.both for times in some) for some in (alone, crowded))
     every = sorted(times.both for times in crowded)
     return KernelTime(
-        forward=rounded(statistics.median(times.forward for times in alone)),
-        backward=rounded(statistics.median(times.backward for times in alone)),
+        forward=rounded(middle(times.forward for times in alone)),
+        backward=rounded(middle(times.backward for times in alone)),
         busy=rounded(max(many / one, 1.0)) if one else 1.0,
         spread=rounded((every[-1] - every[0]) / many / 2) if many else 0.0,
     )

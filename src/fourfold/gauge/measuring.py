@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.cluster.local import usable_cores
 from fourfold.errors import InvalidInput
-from fourfold.gauge.kernels import ROUNDS, samples, timed
+from fourfold.gauge.kernels import ROUNDS, Sample, samples, timed
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.table import add_kernels, load_kernels
@@ -48,7 +49,7 @@ def here(cluster: Cluster) -> Cluster:
 def warm(text: str, cluster: Cluster, ranks: Ranks | Joined, *, batch: int | None = None) -> None:
     """Time the kernels of a MODEL, divided by data over the ranks, for the table."""
     seen = subject(text, batch=batch, data=False)
-    measured_prices(pipeline(seen.graph, seen.plan("data", ranks=ranks.count)), cluster, ranks)
+    measured_prices([pipeline(seen.graph, seen.plan("data", ranks=ranks.count))], cluster, ranks)
 
 
 def foretold(
@@ -61,7 +62,7 @@ def foretold(
         return None
     where = cluster or share(ranks, lambda: cluster_named(LOCAL, devices=ranks.count))
     check_here(where, len(hosts))
-    prices = measured_prices(lowered, where, ranks, precision=precision, rounds=1)
+    prices = measured_prices([lowered], where, ranks, precision=precision, rounds=1)
     return predict(lowered, prices, optimizer=optimizer)
 
 
@@ -74,15 +75,23 @@ def check_here(cluster: Cluster, hosts: int) -> None:
 
 
 def measured_prices(
-    lowered: Pipeline, cluster: Cluster, ranks: Ranks | Joined, *, precision: Precision = "fp32", rounds: int = ROUNDS
+    plans: Iterable[Pipeline],
+    cluster: Cluster,
+    ranks: Ranks | Joined,
+    *,
+    precision: Precision = "fp32",
+    rounds: int = ROUNDS,
 ) -> Prices:
-    """Prices on the machine the ranks run on, every kernel of the plan measured. Times are kept for other plans."""
+    """Prices on the machine the ranks run on, every kernel of the lowered plans measured, those of all plans in turn. Times are
+    kept for other plans."""
     cluster = here(cluster)
     name = cluster.measured.kernels
     known = share(ranks, lambda: load_kernels(name))
-    missing = list(samples(lowered, DTYPES[precision], known).values())
+    missing: dict[str, Sample] = {}
+    for lowered in plans:
+        missing |= samples(lowered, DTYPES[precision], {*known, *missing})
     if missing:
-        found = ranks(timed, missing, PRECISIONS[precision], rounds)[0]
+        found = ranks(timed, list(missing.values()), PRECISIONS[precision], rounds)[0]
         known = {**known, **found}
         if is_leader():
             add_kernels(name, found)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fourfold.cluster import Device
 from fourfold.errors import Infeasible
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.items import CATEGORIES, Category, Item, total
@@ -28,6 +29,9 @@ from fourfold.timeline import Timeline
 
 DRIFT = 0.05
 """How far the median step of one run may lie from another's, relative: assumed where no calibration has measured it."""
+SHARED_DRIFT = 0.08
+"""The least of it on processors: calibrations take a minute, shared machines stray over many. The same work taken for four
+seconds at a time, again and again, strayed by 8 to 9 % (`benchmarks/results/2026-11-15-drift.txt`)."""
 LAST = "L"
 """The kind under which the items of a stage's last backward are kept: the one that completes gradients."""
 
@@ -97,7 +101,7 @@ class _Estimating:
         worked = ends[critical] + sum(after[critical])
         step = max(worked, asked[critical])
         terms["other"] += step - worked
-        half = 0.5 * self._spread(critical) + (self.cluster.device(critical).drift or DRIFT) * step
+        half = 0.5 * self._spread(critical) + _drift(self.cluster.device(critical)) * step
         every = [item for items in self.items.values() for item in items if item.category == "compute"]
         known = total(i for i in every if i.source == "measured") / (total(every) or 1.0)
         return Estimate(
@@ -242,6 +246,10 @@ class _Estimating:
         items = [item for found in (*(self.items[key] for key in keys), *(self.sums[p] for p in parts)) for item in found]
         chance = math.hypot(*(item.spread for item in items if item.source == "measured"))
         return chance + sum(item.spread for item in items if item.source != "measured")
+
+
+def _drift(device: Device) -> float:
+    return max(device.drift or DRIFT, SHARED_DRIFT if device.cores else 0.0)
 
 
 def _priced(stream: Streamed) -> Work:
