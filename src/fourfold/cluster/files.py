@@ -56,7 +56,7 @@ def _cluster(table: Table) -> Cluster:
 def _device(name: str, table: Table) -> Device:
     rates = {precision: q.rate(precision) for precision in PRECISIONS}
     updates = {name: q.update(name) for name in OPTIMIZERS}
-    known = [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.ON_CHIP, *rates.values(), *updates.values()]
+    known = [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.PACE, q.ON_CHIP, *rates.values(), *updates.values()]
     table.check(["kind", "asynchronous", "cores", "drift"], known)
     given = {precision: table.amount(rate, 0.0) for precision, rate in rates.items()}
     speeds = {name: table.amount(speed, 0.0) for name, speed in updates.items()}
@@ -72,6 +72,7 @@ def _device(name: str, table: Table) -> Device:
         on_chip=table.amount(q.ON_CHIP, 0.0),
         updates=tuple((name, speed) for name, speed in speeds.items() if speed),
         drift=table.number("drift", 0),
+        pace=table.amount(q.PACE, 0.0),
         sources=table.sources(),
     )
 
@@ -139,6 +140,7 @@ def _device_entries(device: Device) -> dict[str, Any]:
         (q.BANDWIDTH, device.bandwidth),
         *((q.rate(precision), rate) for precision, rate in device.rates),
         (q.LAUNCH, device.launch),
+        (q.PACE, device.pace),
         (q.ON_CHIP, device.on_chip),
         *((q.update(name), speed) for name, speed in device.updates),
     ]:

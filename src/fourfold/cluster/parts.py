@@ -46,6 +46,7 @@ class Device:
     on_chip: float = 0.0  # bytes next to the arithmetic units, where a stage's weights may stay (FPGA)
     updates: tuple[tuple[str, float], ...] = ()  # optimizer, bytes/s of parameters that one rank updates with it
     drift: float = 0.0  # how far the same computing strays from one time to another, relative; 0 if not measured
+    pace: float = 0.0  # seconds of a fixed piece of work, with which times taken at other moments compare; 0 if not measured
     sources: Sources = Sources()
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class Device:
                    **{f"update_{name}": speed for name, speed in self.updates}}  # fmt: skip
         _check_positive(f"device {self.name!r}", amounts)
         _check_not_negative(f"device {self.name!r}", {"launch": self.launch, "cores": self.cores, "on_chip": self.on_chip,
-                                                      "drift": self.drift})  # fmt: skip
+                                                      "drift": self.drift, "pace": self.pace})  # fmt: skip
         if not self.rates:
             raise InvalidInput(f"device {self.name!r} has no rate; give at least rate_fp32")
 

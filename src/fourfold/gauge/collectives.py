@@ -4,8 +4,8 @@ Ranks are told apart by host; those of one host are a node. Each collective is t
 groups that reach across, for every group size that divides the ranks, one group alone and all such groups at once.
 
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
-woken. So each repetition computes for a moment first, and what counts is by how much it takes longer, on the slowest rank,
-than the computing alone.
+woken. So each repetition computes for a moment first. What counts is the time from coming to it until it is done, on the
+average rank: waiting for the later ones is part of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, 
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge.middle import apart, middle
+from fourfold.gauge.pace import pace_now
 from fourfold.plans.mesh import Mesh
 from fourfold.runtime.board import CAPACITY, Board, host_of_this_process
 from fourfold.runtime.crew import Crew
@@ -30,9 +31,9 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
-REPEATS = 10
+REPEATS = 32
 LEAST_REPEATS = 2
-BLOCK_SECONDS = 0.1  # a block of what takes long lasts about so long
+BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
 LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 10  # of so many repetitions, one is left out
@@ -48,7 +49,7 @@ class Effort:
     """How much is measured: which sizes, and how many times everything. Machines have bad moments of seconds and of minutes, so
     that each number is taken at moments far apart."""
 
-    sizes: tuple[float, ...] = tuple(256 * 8.0**k for k in range(7))  # bytes: 256 B to 64 MiB
+    sizes: tuple[float, ...] = (2.0**10, 2.0**16, 2.0**20, 2.0**23, 2.0**26)  # bytes: between them times are nearly straight
     rounds: int = 6
 
 
@@ -90,6 +91,7 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
             done, cluster = done + 1, so_far.cluster()
             words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
             yield Progress(cluster=cluster, done=done, of=of, next=words)
+            so_far.paces.append(ranks(pace_now)[0])
             so_far.add(request, ranks(measured, request)[request.groups[0][0]])
         done, cluster = done + 1, so_far.cluster()
     yield Progress(cluster=cluster, done=of, of=of, next="")
@@ -103,6 +105,7 @@ class _SoFar:
         self.facts: list[dict[str, float]] = []
         self.blocks: dict[Request, dict[float, list[float]]] = {}
         self.computing: list[float] = []
+        self.paces: list[float] = []
 
     def add(self, request: Request, found: Found) -> None:
         """One more round of a curve."""
@@ -117,7 +120,7 @@ class _SoFar:
         device = self.base.kinds[0]
         device = replace(device, **_device_facts(self.facts, device.cores, self.ranks))
         if self.computing:
-            device = replace(device, drift=_rounded(drift(self.computing)))
+            device = replace(device, drift=_rounded(drift(self.computing)), pace=_rounded(middle(self.paces)))
         curves = tuple(self._curve(request, found) for request, found in self.blocks.items())
         links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
@@ -246,28 +249,21 @@ def _repeats(once: Callable[[], Any]) -> int:
 
 
 def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, repeats: int) -> _Block:
-    """Computing several times, then computing and the collective as often: by how much it takes longer. Of a group the
-    slowest rank counts, of groups, which need not wait for each other, the mean."""
-    alone = _elapsed(stretch, lambda: None, group, repeats)
-    both = _elapsed(stretch, once, group, repeats)
-    sums = torch.tensor([both - alone, alone, 1.0] if group is not None else [0.0] * 3, dtype=torch.float64)
-    dist.all_reduce(sums)
-    seconds, computing = (sums[:2] / sums[2] / repeats).tolist()
-    return _Block(seconds, computing, repeats)
-
-
-def _elapsed(stretch: _Stretch, once: Callable[[], Any], group: Any, repeats: int) -> float:
-    """Seconds of some repetitions on the slowest rank of the group; ranks of no group wait meanwhile."""
+    """Computing and the collective, several times: the mean over all ranks that take part, without the longest few."""
     dist.barrier()
-    if group is None:
-        return 0.0
-    begun = time.perf_counter()
+    spent, computing = [], []
     for _ in range(repeats):
+        begun = time.perf_counter()
         stretch()
+        came = time.perf_counter()
         once()
-    spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group)
-    return float(spent)
+        spent.append(time.perf_counter() - came)
+        computing.append(came - begun)
+    busy = float(group is not None)
+    sums = busy * torch.tensor([*spent, *computing, 1.0], dtype=torch.float64)
+    dist.all_reduce(sums)
+    shared = (sums[:-1] / sums[-1]).tolist()
+    return _Block(_mean(shared[:repeats]), statistics.mean(shared[repeats:]), repeats)
 
 
 def _mean(times: list[float]) -> float:

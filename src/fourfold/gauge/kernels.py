@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.cluster.local import usable_cores
 from fourfold.gauge.middle import middle
+from fourfold.gauge.pace import Pace, with_a_core_each
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.alike import alike
@@ -31,7 +31,6 @@ from fourfold.oracle.table import rounded
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.program import Compute, inside
-from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
 
@@ -96,21 +95,28 @@ class Alone(World):
         return None
 
 
-def timed(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], rounds: int = ROUNDS) -> dict[str, KernelTime]:
-    """The times of kernels on this rank's machine; all ranks of the process group must call with the same list."""
+def timed(
+    wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], rounds: int = ROUNDS, pace: float = 0.0
+) -> dict[str, KernelTime]:
+    """The times of kernels on this rank's machine, told at a pace of it (`gauge.pace`; 0: as it is now); all ranks of the
+    process group must call with the same list."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    crowd, group = _with_a_core_each()
-    me, first = dist.get_rank(), [ranks[0] for ranks in crowd]
+    crowd, group = with_a_core_each()
+    me, first, work = dist.get_rank(), [ranks[0] for ranks in crowd], Pace()
+    busy = any(me in ranks for ranks in crowd)
     found: dict[str, list[tuple[_Times, _Times]]] = {}
     for sample in list(wanted) * rounds:
-        run = _Run(sample, alone, dtypes) if any(me in ranks for ranks in crowd) else None
+        run = _Run(sample, alone, dtypes) if busy else None
         repeats = _first_rank_says(run.repeats if run is not None else 0)
+        if busy:
+            dist.barrier(group)
+        speed = pace / work() if busy and pace else 1.0
         single = run.series(repeats) if run is not None and me in first else None
         dist.barrier()
         crowded = run.series(repeats, lambda: dist.barrier(group)) if run is not None and len(crowd[0]) > 1 else single
         dist.barrier()
         if single is not None and crowded is not None:
-            found.setdefault(sample.kernel.key, []).append((single, crowded))
+            found.setdefault(sample.kernel.key, []).append((single.at(speed), crowded.at(speed)))
     return {key: _joined(pairs) for key, pairs in found.items()}
 
 
@@ -118,14 +124,6 @@ def _first_rank_says(number: int) -> int:
     agreed = torch.tensor([number])
     dist.broadcast(agreed, 0)
     return int(agreed.item())
-
-
-def _with_a_core_each() -> tuple[list[list[int]], Any]:
-    """By host, as many of its ranks as it has cores; and the group of all of them."""
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_of_this_process())
-    found = [[rank for rank, host in enumerate(hosts) if host == name][: usable_cores()] for name in dict.fromkeys(hosts)]
-    return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +134,9 @@ class _Times:
     @property
     def both(self) -> float:
         return self.forward + self.backward
+
+    def at(self, speed: float) -> _Times:
+        return _Times(self.forward * speed, self.backward * speed)
 
 
 def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:

@@ -91,7 +91,7 @@ def measured_prices(
     for lowered in plans:
         missing |= samples(lowered, DTYPES[precision], {*known, *missing})
     if missing:
-        found = ranks(timed, list(missing.values()), PRECISIONS[precision], rounds)[0]
+        found = ranks(timed, list(missing.values()), PRECISIONS[precision], rounds, cluster.kinds[0].pace)[0]
         known = {**known, **found}
         if is_leader():
             add_kernels(name, found)

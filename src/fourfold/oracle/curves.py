@@ -1,4 +1,4 @@
-"""Reading a measured curve at any size: made monotone, straight between its points on logarithmic axes.
+"""Reading a measured curve at any size: made monotone, straight between its points, as start-up plus bytes are.
 
 Measured times jitter, and a planner that finds a larger message cheaper than a smaller one goes astray. So the curve's
 times are first replaced by the nearest rising ones (isotonic regression of their logarithms). Beyond the measured sizes
@@ -34,8 +34,8 @@ def reading(curve: Curve, size: float) -> Reading:
         factor = size / sizes[-1]
         return Reading(seconds[-1] * factor, _spread(curve, -1, factor), size > sizes[-1])
     right = bisect_right(sizes, size)
-    share = math.log(size / sizes[right - 1]) / math.log(sizes[right] / sizes[right - 1])
-    time = seconds[right - 1] * (seconds[right] / seconds[right - 1]) ** share
+    share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    time = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
     near = right if share > 0.5 else right - 1
     return Reading(time, _spread(curve, near, time / seconds[near]), False)
 

@@ -12,7 +12,7 @@ from fourfold.report.clusters import cluster_record
 from fourfold.report.text import _table
 from fourfold.units import bytes_text, flops_text, seconds_text
 
-SHOWN = (2.0**11, 2.0**17, 2.0**20, 2.0**23)  # bytes, of those that are measured
+SHOWN = (2.0**10, 2.0**16, 2.0**20, 2.0**23)  # bytes, of those that are measured
 
 
 def calibration_text(cluster: Cluster, *, file: str) -> RenderableType:

@@ -1,0 +1,59 @@
+"""How fast a machine is just now: the time of the same piece of work, on as many ranks as it has cores.
+
+Shared machines have slow minutes. A kernel timed in one of them would make every prediction too long, so kernels are told at
+the pace the calibration found, which looks again and again over a minute: their times are multiplied by the calibration's
+pace over that of the moment. Wrong where a kernel suffers otherwise than this mixture of a convolution and products does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.cluster.local import usable_cores
+from fourfold.runtime.board import host_of_this_process
+
+LOOKS = 10  # at the pace, each time a calibration asks
+
+
+class Pace:
+    """The work: about ten milliseconds of one core."""
+
+    def __init__(self) -> None:
+        numbers = torch.linspace(0.1, 1.0, 4 * 64 * 32 * 32)
+        self.image, self.weight = numbers.view(4, 64, 32, 32), numbers[: 64 * 64 * 9].view(64, 64, 3, 3)
+        self.matrix = numbers[: 384 * 384].view(384, 384)
+
+    def __call__(self) -> float:
+        """Seconds it takes now."""
+        begun = time.perf_counter()
+        torch.conv2d(self.image, self.weight, padding=1)
+        for _ in range(4):
+            torch.mm(self.matrix, self.matrix)
+        return time.perf_counter() - begun
+
+
+def with_a_core_each() -> tuple[list[list[int]], Any]:
+    """By host, as many of its ranks as it has cores; and the group of all of them. All ranks must call."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_of_this_process())
+    found = [[rank for rank, host in enumerate(hosts) if host == name][: usable_cores()] for name in dict.fromkeys(hosts)]
+    return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
+
+
+def pace_now() -> float:
+    """The pace of this rank's host, 0 on ranks that have no core of their own; all ranks must call."""
+    crowd, group = with_a_core_each()
+    times = []
+    if any(dist.get_rank() in ranks for ranks in crowd):
+        work = Pace()
+        for _ in range(1 + LOOKS):
+            dist.barrier(group)
+            times.append(work())
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return statistics.median(times[1:]) if times else 0.0
