@@ -86,48 +86,61 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
     cluster = so_far.base
     for _ in range(effort.rounds):
         yield Progress(cluster=cluster, done=done, of=of, next="rates of one rank while all are busy")
-        so_far.facts += ranks(rates)
+        so_far.next_round(ranks(pace_now)[0], ranks(rates))
         for request in wanted:
             done, cluster = done + 1, so_far.cluster()
             words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
             yield Progress(cluster=cluster, done=done, of=of, next=words)
-            so_far.paces.append(ranks(pace_now)[0])
-            so_far.add(request, ranks(measured, request)[request.groups[0][0]])
+            pace = ranks(pace_now)[0]
+            so_far.add(request, pace, ranks(measured, request)[request.groups[0][0]])
         done, cluster = done + 1, so_far.cluster()
     yield Progress(cluster=cluster, done=of, of=of, next="")
 
 
 class _SoFar:
-    """What a calibration has found until now."""
+    """What a calibration has found until now. Times are told at the pace of the machine's better moments, a quarter of all:
+    each is multiplied by that over the pace of its own moment (`gauge.pace`)."""
 
     def __init__(self, base: Cluster, ranks: int) -> None:
         self.base, self.ranks = base, ranks
-        self.facts: list[dict[str, float]] = []
-        self.blocks: dict[Request, dict[float, list[float]]] = {}
-        self.computing: list[float] = []
+        self.facts: list[tuple[float, dict[str, float]]] = []  # with the pace of the moment, as all that follow
+        self.blocks: dict[Request, dict[float, list[tuple[float, float]]]] = {}
+        self.computing: list[list[float]] = []  # by round
         self.paces: list[float] = []
 
-    def add(self, request: Request, found: Found) -> None:
+    def next_round(self, pace: float, facts: list[dict[str, float]]) -> None:
+        self.paces.append(pace)
+        self.facts += [(pace, fact) for fact in facts]
+        self.computing.append([])
+
+    def add(self, request: Request, pace: float, found: Found) -> None:
         """One more round of a curve."""
+        self.paces.append(pace)
         known = self.blocks.setdefault(request, {})
         for size, seconds in found.points:
-            known.setdefault(size, []).append(seconds)
-        if sum(map(len, request.groups)) == self.ranks and found.computing:
-            self.computing.append(statistics.mean(found.computing))  # over a second or so: a step evens out shorter moments
+            known.setdefault(size, []).append((pace, seconds))
+        if sum(map(len, request.groups)) == self.ranks:
+            self.computing[-1] += found.computing
+
+    @property
+    def pace(self) -> float:
+        return sorted(self.paces)[len(self.paces) // 4]
 
     def cluster(self) -> Cluster:
         """The cluster as far as it is known."""
         device = self.base.kinds[0]
-        device = replace(device, **_device_facts(self.facts, device.cores, self.ranks))
-        if self.computing:
-            device = replace(device, drift=_rounded(drift(self.computing)), pace=_rounded(middle(self.paces)))
+        facts = [_faster(fact, pace / self.pace) for pace, fact in self.facts]
+        device = replace(device, **_device_facts(facts, device.cores, self.ranks), pace=_rounded(self.pace))
+        rounds = [statistics.mean(times) for times in self.computing if times]  # steps even out shorter moments
+        if rounds:
+            device = replace(device, drift=_rounded(drift(rounds)))
         curves = tuple(self._curve(request, found) for request, found in self.blocks.items())
         links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
 
-    @staticmethod
-    def _curve(request: Request, found: Mapping[float, list[float]]) -> Curve:
-        points = [(max(middle(times), LEAST), apart(times)) for times in found.values()]
+    def _curve(self, request: Request, found: Mapping[float, list[tuple[float, float]]]) -> Curve:
+        told = [[seconds * self.pace / pace for pace, seconds in times] for times in found.values()]
+        points = [(max(middle(times), LEAST), apart(times)) for times in told]
         return Curve(
             collective=request.collective,
             level=request.level,
@@ -138,6 +151,11 @@ class _SoFar:
             spreads=tuple(_rounded(spread) for _, spread in points),
             source=f"calibration, middle of {len(next(iter(found.values())))} rounds, torch {torch.__version__}",
         )
+
+
+def _faster(fact: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Rates at a pace faster by a factor; of them `launch` alone is a time."""
+    return {name: value / factor if name == "launch" else value * factor for name, value in fact.items()}
 
 
 def _linked(link: Link, curves: list[Curve]) -> Link:

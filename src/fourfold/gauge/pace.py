@@ -1,8 +1,8 @@
 """How fast a machine is just now: the time of the same piece of work, on as many ranks as it has cores.
 
 Shared machines have slow minutes. A kernel timed in one of them would make every prediction too long, so kernels are told at
-the pace the calibration found, which looks again and again over a minute: their times are multiplied by the calibration's
-pace over that of the moment. Wrong where a kernel suffers otherwise than this mixture of a convolution and products does.
+the pace of the better moments that the calibration saw, which looks again and again over a minute: times are multiplied by that
+over the pace of their own moment. Wrong where a kernel suffers otherwise than this mixture of a convolution and products does.
 """
 
 from __future__ import annotations

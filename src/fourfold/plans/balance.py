@@ -43,14 +43,13 @@ def balanced(
     low = paths.index(first) if first else 0
     high = paths.index(last) + 1 if last else len(ops)
     work = np.array([float(nest_of(op, concrete).flops) for op in ops[low:high]])
-    alive = _alive(concrete, [op.name for op in ops])[low:high]
-    heads = [not _trails(concrete, op) for op in ops[low:high]]
-    places = _places(work, alive, heads, len(weights), pieces)
-    chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * charge, places, weights)
+    alive = alive_bytes(concrete, [op.name for op in ops])[low:high]
+    inner = places(work, alive, heads(concrete, ops[low:high]), len(weights), pieces)
+    chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * charge, inner, weights)
     return [paths[low + k] for k in (0, *chosen)]
 
 
-def _alive(graph: Graph, names: list[str]) -> np.ndarray:
+def alive_bytes(graph: Graph, names: list[str]) -> np.ndarray:
     """Bytes that cross the boundary before each op."""
     at = {name: k for k, name in enumerate(names)}
     change = np.zeros(len(names) + 1)
@@ -64,6 +63,11 @@ def _alive(graph: Graph, names: list[str]) -> np.ndarray:
     return np.cumsum(change)[:-1]
 
 
+def heads(graph: Graph, ops: Sequence[Op]) -> list[bool]:
+    """Which ops a stage may well begin with."""
+    return [not _trails(graph, op) for op in ops]
+
+
 def _trails(graph: Graph, op: Op) -> bool:
     """Whether an op works on the fresh result of a product, or is an activation of whatever comes before."""
     if op.pointwise and len(op.operands) == 1:
@@ -72,11 +76,11 @@ def _trails(graph: Graph, op: Op) -> bool:
     return maker is not None and nest_of(maker, graph).anchor and not nest_of(op, graph).anchor
 
 
-def _places(work: np.ndarray, alive: np.ndarray, heads: list[bool], stages: int, pieces: str) -> list[int]:
+def places(work: np.ndarray, alive: np.ndarray, begins: list[bool], stages: int, pieces: str) -> list[int]:
     """Boundaries to choose from: valleys of what is alive or, if those are too few, all with work on both sides."""
     inner = range(1, len(work))
     valleys = [k for k in inner if alive[k] <= alive[k - 1] and (k + 1 == len(work) or alive[k] <= alive[k + 1])]
-    valleys = [k for k in valleys if heads[k]]
+    valleys = [k for k in valleys if begins[k]]
     if len(valleys) >= 2 * stages:
         return valleys
     busy = np.flatnonzero(work)
@@ -88,13 +92,13 @@ def _places(work: np.ndarray, alive: np.ndarray, heads: list[bool], stages: int,
     return every
 
 
-def _bottleneck(total: np.ndarray, charge: np.ndarray, places: list[int], weights: Sequence[float]) -> list[int]:
+def _bottleneck(total: np.ndarray, charge: np.ndarray, inner: list[int], weights: Sequence[float]) -> list[int]:
     """The cuts that make the most loaded stage least loaded. `total[k]`: work before k; `charge[k]`: of cutting at k.
 
     best[s][j] = min over i < j of max(best[s-1][i], (work of i..j + charge of both its boundaries) / weight of stage s).
     """
-    ends = np.array([0, *places, len(total) - 1])
-    cost = np.concatenate([[0.0], charge[places], [0.0]])
+    ends = np.array([0, *inner, len(total) - 1])
+    cost = np.concatenate([[0.0], charge[inner], [0.0]])
     best = np.full(len(ends), np.inf)
     best[0] = 0.0
     back: list[np.ndarray] = []
