@@ -4,6 +4,10 @@ Each place is calibrated. Then, model by model, every plan is predicted, which t
 are written down; then the plans run, on fresh processes, in rounds one after the other, and a plan's time is the median of
 its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
 
+Machines that are shared change their speed by a third from minute to minute. So runs are paired with the calibration: the pace
+of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are told at the pace the
+prediction is for. Steps as the clock had them are kept and summed up too.
+
     python benchmarks/accuracy.py                    # all places, about half an hour
     python benchmarks/accuracy.py --place 2 --only vgg --only data
 """
@@ -28,6 +32,7 @@ from typing import Any
 from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.gauge.collectives import calibrated
 from fourfold.gauge.measuring import measured_prices
+from fourfold.gauge.pace import pace_now
 from fourfold.oracle.estimate import estimate
 from fourfold.plans import Options, Plan, pipeline
 from fourfold.runtime.crew import Joined, crew, is_leader
@@ -69,7 +74,7 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 HOSTS = {name: plan for name, plan in PLANS.items() if name not in ("recompute", "gpipe")}
 PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
-ROUNDS, STEPS, WARM_UP = 3, 7, 1
+ROUNDS, STEPS, WARM_UP = 2, 9, 1
 FOLDER = Path(__file__).parent / "results"
 STACK = ExitStack()
 
@@ -86,10 +91,15 @@ class Row:
     high: float
     breakdown: dict[str, float]
     measured_share: float
-    steps: list[float]
+    steps: list[float]  # seconds by the clock
+    speeds: list[float]  # for each, the calibration's pace over that of its moment
 
     @property
     def measured(self) -> float:
+        return statistics.median(step * speed for step, speed in zip(self.steps, self.speeds, strict=True))
+
+    @property
+    def clock(self) -> float:
         return statistics.median(self.steps)
 
     @property
@@ -117,7 +127,7 @@ def predicted(place: str, model: str, plans: list[str], seen: Subject, cluster: 
     for plan, program in lowered.items():
         found = estimate(program, prices, optimizer="momentum")
         low, high = found.interval
-        rows.append(Row(place, model, plan, found.step_seconds, low, high, dict(found.breakdown), found.measured_share, []))
+        rows.append(Row(place, model, plan, found.step_seconds, low, high, dict(found.breakdown), found.measured_share, [], []))
         say(f"{place} {model} {plan}: predicted {found.step_seconds * 1e3:.1f} ms")
     return rows
 
@@ -127,17 +137,22 @@ def made(place: str, plan: str, seen: Subject, team: Ranks | Joined) -> Plan:
     return seen.plan(strategy, ranks=team.count, options=Options(**options))
 
 
-def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined) -> None:
+def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) -> None:
     """Add the step times of one round."""
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         data = Path(folder, "data.pt")
         save_data(seen.case, data)
         task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer="momentum", steps=STEPS)
         team(begin, task, 0)
+    looks = []
     for step in range(WARM_UP + STEPS):
+        if step in (WARM_UP, WARM_UP + STEPS // 2):
+            looks.append(team(pace_now)[0])
         slowest = max(seconds for _, seconds in team(one_step, step))
         if step >= WARM_UP:
             row.steps.append(slowest)
+    looks.append(team(pace_now)[0])
+    row.speeds += [pace / statistics.mean(looks)] * STEPS
 
 
 def calibrate(place: str, path: Path) -> None:
@@ -157,13 +172,13 @@ def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[R
         return predicted(place, model, plans, subject(text, batch=batch), cluster, team)
 
 
-def measure(place: str, model: str, rows: list[Row]) -> list[Row]:
+def measure(place: str, model: str, rows: list[Row], pace: float) -> list[Row]:
     """One round of a model's plans, on fresh ranks."""
     text, batch = MODELS[model]
     with ranks_of(place) as team:
         seen = subject(text, batch=batch)
         for row in rows:
-            run(row, made(place, row.plan, seen, team), seen, team)
+            run(row, made(place, row.plan, seen, team), seen, team, pace)
             say(line(row))
     return rows
 
@@ -210,7 +225,8 @@ def do(options: argparse.Namespace) -> None:
     elif options.job == "predict":
         kept += predict(place, options.model, options.only, load_cluster(options.cluster))
     else:
-        measure(place, options.model, [row for row in kept if row.model == options.model])
+        mine = [row for row in kept if row.model == options.model]
+        measure(place, options.model, mine, load_cluster(options.cluster).kinds[0].pace)
     if is_leader():
         options.output.write_text(json.dumps([asdict(row) for row in kept]))
 
@@ -223,7 +239,8 @@ def line(row: Row) -> str:
     terms = " ".join(f"{name[:8]} {1e3 * seconds:.0f}" for name, seconds in row.breakdown.items() if seconds > 5e-4)
     sign = "+" if row.predicted > row.measured else "-"
     return (
-        f"{row.place:5} {row.model:12} {row.plan:16} {1e3 * row.predicted:8.1f} {1e3 * row.measured:8.1f} ms  "
+        f"{row.place:5} {row.model:12} {row.plan:16} {1e3 * row.predicted:8.1f} {1e3 * row.measured:8.1f} ms "
+        f"(clock {1e3 * row.clock:6.1f}) "
         f"{row.accuracy:6.1%}{sign} {'in ' if row.inside else 'OUT'} "
         f"+-{(row.high - row.low) / 2 / row.predicted:4.0%}  {terms}"
     )
@@ -243,6 +260,8 @@ def summary(rows: list[Row]) -> str:
     mean = statistics.mean(r.accuracy for r in rows)
     out.append(f"{len(rows)} rows, mean {mean:.1%}; worst {worst.accuracy:.1%} ({worst.place} {worst.model} {worst.plan}); "
                f"{inside:.0%} inside intervals of half-width {half:.1%}")  # fmt: skip
+    clock = [1 - abs(r.predicted - r.clock) / r.clock for r in rows]
+    out.append(f"by the clock: mean {statistics.mean(clock):.1%}, worst {min(clock):.1%}")
     return "\n".join(out)
 
 

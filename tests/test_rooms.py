@@ -32,12 +32,13 @@ MAY_IMPORT = {
     "runtime": THOUGHT | {"models"},  # a rank builds its own module from the MODEL text
     "gauge": THOUGHT | {"cluster", "oracle", "runtime"},  # times what the oracle prices, as the runtime runs it
     "report": ALL | {DOOR},
+    "planning": ALL | {DOOR},  # the planner for Python: a module goes in
     "cli": ALL | {DOOR},
-    DOOR: ALL | {"cli"},
+    DOOR: ALL | {"cli", "planning"},
     "__main__": {"cli"},
 }
 WORLD_FILES = ("models/*", "runtime/*", "gauge/*", "graph/capture.py", "graph/walk.py", "graph/autocast.py")
-TORCH_FILES = (*WORLD_FILES, "report/*", "cli/*", "__init__.py")
+TORCH_FILES = (*WORLD_FILES, "report/*", "cli/*", "planning.py", "__init__.py")
 TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.graph.walk", "fourfold.graph.autocast", "fourfold.gauge")
 SPEAKING_FILES = ("cli/*", "cli.py", "__main__.py")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fourfold.runtime.parallel import Parallel, parallelize, plan
+    from fourfold.planning import plan
+    from fourfold.runtime.parallel import Parallel, parallelize
 
 __version__ = "0.1.0"
 __all__ = ["Parallel", "parallelize", "plan"]
@@ -13,6 +14,10 @@ __all__ = ["Parallel", "parallelize", "plan"]
 
 def __getattr__(name: str) -> Any:
     """Public names are loaded on first use, so that `import fourfold` leaves torch alone."""
+    if name == "plan":
+        from fourfold.planning import plan
+
+        return plan
     if name in __all__:
         from fourfold.runtime import parallel
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fourfold.cli.calibrate import calibrate
+from fourfold.cli.explain import explain
 from fourfold.cli.options import (
     Batch,
     Calibrated,
@@ -112,6 +113,7 @@ def inspect(
 
 
 app.command()(plan)
+app.command()(explain)
 app.command()(simulate)
 
 

@@ -1,4 +1,4 @@
-"""The command that lowers a named strategy and says what it would cost."""
+"""The command that finds the best plan, or says how a named strategy splits a model; both with what it would cost."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from fourfold.cli.output import check_place, check_trace, write_trace, written
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
+FIX = "Ops, a pattern as layers.3.*, that shall be split so on some axis; may be given several times."
+
 
 def plan(
     model: Model,
@@ -49,15 +51,25 @@ def plan(
     zero: Zero = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     trace: Trace = None,
+    top: Annotated[int, typer.Option("--top", help="How many plans to show, if no strategy is named.")] = 8,
+    fix: Annotated[list[str] | None, typer.Option("--fix", metavar="OPS=SPLIT", help=FIX, show_default=False)] = None,
+    time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds to search at most.")] = None,
     as_json: Json = False,
 ) -> int:
-    """How a named strategy splits a model, and what it would cost; `-o` writes the plan. Exit code 1 if it does not fit.
+    """Finds the best plan or, with --strategy, says how that splits a model; what it would cost; `-o` writes the plan.
 
-    Without --cluster the costs are those on this machine, unless it has far too few cores for so many ranks.
+    Exit code 1 if nothing fits. Without --cluster the costs are those on this machine.
     """
     voice = Voice(json=as_json)
     if strategy is None:
-        raise InvalidInput("name a --strategy, as data, filter or spatial; the planner that finds one does not exist yet")
+        wanted = (stages, microbatches, schedule, recompute, zero)
+        if any(value is not None for value in wanted):
+            raise InvalidInput("--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
+                               "or leave them to the search")  # fmt: skip
+        return _searched(voice, model, devices, cluster, batch, precision, optimizer, cost_model, output, trace, top, fix or [],
+                         time_limit)  # fmt: skip
+    if fix or time_limit is not None:
+        raise InvalidInput("--fix and --time-limit are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
@@ -90,9 +102,55 @@ def plan(
             outlook = Outlook(figures=predicted(told, asked_for), setting=asked_for)
         seconds = time.perf_counter() - begun
         if output is not None:
-            written(lambda: save_plan(made, output), output)
+            written(lambda: save_plan(made, output, made_for=_made_for(where, precision, optimizer)), output)
         traced = write_trace(outlook.figures if outlook is not None else None, trace)
     file = str(output) if output is not None else None
     record = plan_record(made, program, outlook, seconds=seconds, file=file, trace=traced)
     voice.answer(record, lambda: plan_text(made, program, outlook, files=[path for path in (file, traced) if path]))
     return 0 if outlook is None or outlook.figures.feasible else 1
+
+
+def _searched(
+    voice: Voice, model: str, devices: int, cluster: str | None, batch: int | None, precision: str, optimizer: str,
+    cost_model: str, output: Path | None, trace: Path | None, top: int, fix: list[str], time_limit: float | None,
+) -> int:  # fmt: skip
+    """The plan the planner finds."""
+    if cost_model != "fourfold":
+        raise InvalidInput(f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name a --strategy")
+    with voice.working(f"capturing {model}") as say:
+        from fourfold.cluster import LOCAL
+        from fourfold.oracle.figures import figures_of
+        from fourfold.planner import Task, search
+        from fourfold.plans import save_plan
+        from fourfold.report.ranking import ranking_record, ranking_text
+        from fourfold.runtime.subject import subject
+
+        asked_for = setting(cluster or LOCAL, devices, precision, optimizer, cost_model)
+        fixed = tuple(_fixed(text) for text in fix)
+        check_place(output)
+        check_trace(trace, asked_for)
+        seen = subject(model, batch=batch, data=False)
+        settle()
+        graph = priced(seen.graph, asked_for)
+        limit = time_limit if time_limit is not None else float("inf")
+        found = search(Task(graph=graph, batch=seen.batch, setting=asked_for, fixed=fixed, limit=limit), say)
+        best = found.best
+        if output is not None and best is not None:
+            made_for = _made_for(cluster or LOCAL, precision, optimizer)
+            written(lambda: save_plan(seen.adopted(best.plan), output, made_for=made_for), output)
+        traced = write_trace(figures_of(best.prediction), trace) if best is not None else None
+    file = str(output) if output is not None and best is not None else None
+    record = ranking_record(found, model=model, top=top, file=file, trace=traced)
+    voice.answer(record, lambda: ranking_text(found, model=model, top=top, files=[path for path in (file, traced) if path]))
+    return 0 if best is not None else 1
+
+
+def _fixed(text: str) -> tuple[str, str]:
+    pattern, sign, split = text.partition("=")
+    if not (pattern and sign and split):
+        raise InvalidInput(f"--fix {text}: write OPS=SPLIT, as 'classifier.*=filter'")
+    return pattern, split
+
+
+def _made_for(cluster: str | None, precision: str, optimizer: str) -> dict[str, str] | None:
+    return {"cluster": cluster, "precision": precision, "optimizer": optimizer} if cluster is not None else None

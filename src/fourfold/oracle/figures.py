@@ -66,10 +66,11 @@ def predicted(pipeline: Pipeline, setting: Setting) -> Figures:
     if setting.model == "paradl":
         found = projected(pipeline.graph, pipeline.plan, setting.prices, optimizer=setting.optimizer)
         return _by_formulas(found, pipeline.plan.notes)
-    return _by_replay(predict(pipeline, setting.prices, optimizer=setting.optimizer))
+    return figures_of(predict(pipeline, setting.prices, optimizer=setting.optimizer))
 
 
-def _by_replay(prediction: Prediction) -> Figures:
+def figures_of(prediction: Prediction) -> Figures:
+    """A predicted step as figures, limits and bottlenecks included."""
     found, lowered = prediction.estimate, prediction.pipeline
     return Figures(
         step_seconds=found.step_seconds,

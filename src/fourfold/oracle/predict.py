@@ -43,13 +43,17 @@ class Prediction:
 
 def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Prediction:
     """The predicted step of a plan: how long, how many bytes."""
+    return sized(pipeline, prices, estimate(pipeline, prices, optimizer=optimizer), optimizer=optimizer)
+
+
+def sized(pipeline: Pipeline, prices: Prices, timed: Estimate, *, optimizer: str) -> Prediction:
+    """A plan whose step was estimated, with its memory."""
     cluster = prices.cluster
-    timed = estimate(pipeline, prices, optimizer=optimizer)
-    sized = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0), prices.precision))
-    smallest = [min(peak.ranks, key=cluster.memory) for peak in sized.peaks]  # of ranks alike, the one with least memory
-    tightest = max(smallest, key=lambda rank: sized.of(rank).bytes / cluster.memory(rank))
+    found = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0), prices.precision))
+    smallest = [min(peak.ranks, key=cluster.memory) for peak in found.peaks]  # of ranks alike, the one with least memory
+    tightest = max(smallest, key=lambda rank: found.of(rank).bytes / cluster.memory(rank))
     return Prediction(
-        cluster=cluster, estimate=timed, memory=sized, tightest=tightest, capacity=cluster.memory(tightest),
+        cluster=cluster, estimate=timed, memory=found, tightest=tightest, capacity=cluster.memory(tightest),
         pipeline=pipeline, prices=prices, optimizer=optimizer,
     )  # fmt: skip
 

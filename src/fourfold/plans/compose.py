@@ -63,7 +63,7 @@ def composed(base: Base, graph: Graph, *, ranks: int, batch: int, stages: int, o
     if options.zero is not None:
         plan = replace(plan, zero=options.zero)
     if options.recompute:
-        plan = replace(plan, recompute=_segments(graph, plan, options.recompute))
+        plan = recomputed(graph, plan, options.recompute)
     return replace(plan, notes=(*plan.notes, *microbatched(graph, batch, micro).notes))
 
 
@@ -124,6 +124,11 @@ def _passes(graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> tuple[Any, .
     """Passes that lie within one stage; the others are given up."""
     homes = _homes(graph, stages)
     return tuple(p for p in plan.passes if homes[p.first] == homes[p.last])
+
+
+def recomputed(graph: Graph, plan: Plan, count: int) -> Plan:
+    """The plan with every stage's activations computed again, in so many segments."""
+    return replace(plan, recompute=_segments(graph, plan, count))
 
 
 def _segments(graph: Graph, plan: Plan, count: int) -> tuple[Segment, ...]:

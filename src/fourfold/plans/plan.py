@@ -290,8 +290,10 @@ def _mesh(sizes: Mapping[str, Any]) -> Mesh:
     return mesh
 
 
-def save_plan(plan: Plan, path: Path) -> None:
-    path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+def save_plan(plan: Plan, path: Path, *, made_for: Mapping[str, Any] | None = None) -> None:
+    """Write a plan; `made_for`: the cluster, precision and optimizer it was chosen for, which `explain` asks for."""
+    data = plan.to_json() | ({"made_for": dict(made_for)} if made_for is not None else {})
+    path.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def load_plan(path: Path) -> Plan:

@@ -40,13 +40,14 @@ def plan_record(
         "batch": plan.batch,
         "search_seconds": seconds,
         "best": 0 if feasible else None,
-        "candidates": [_candidate(plan, program, figures)],
+        "candidates": [candidate_record(plan, program, figures)],
         "file": file,
         "trace": trace,
     }
 
 
-def _candidate(plan: Plan, program: Pipeline, figures: Figures | None) -> dict[str, Any]:
+def candidate_record(plan: Plan, program: Pipeline, figures: Figures | None) -> dict[str, Any]:
+    """A plan among `candidates`."""
     stages = _stages(program, figures)
     alike = len({part.stage.mesh for part in program.parts}) == 1
     return {
@@ -86,7 +87,7 @@ def plan_text(plan: Plan, program: Pipeline, outlook: Outlook | None, *, files: 
         parts += [_stage_table(program), Text("Schedule: stage, F or B, micro-batch")]
         parts += [Text(line, no_wrap=True) for line in schedule_lines(plan, WIDTH)]
     if axes or not plan.stages:
-        parts.append(_split_table(program, axes))
+        parts.append(split_table(program, axes))
     if axes:
         parts.append(Text(f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"))
     if outlook is not None:
@@ -111,7 +112,7 @@ def _stage_table(program: Pipeline) -> Table:
     return table
 
 
-def _split_table(program: Pipeline, axes: Sequence[str]) -> Table:
+def split_table(program: Pipeline, axes: Sequence[str]) -> Table:
     """How layers are split, stage by stage."""
     staged = len(program.parts) > 1
     table = _table(*(["stage>"] if staged else []), "layers", *axes, "share of FLOPs>")

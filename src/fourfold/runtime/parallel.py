@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph
-from fourfold.graph.capture import Inputs, Loss, batch_of, capture
-from fourfold.plans import Options, Plan, named
+from fourfold.graph.capture import Inputs, Loss, capture
+from fourfold.plans import Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import lowered, pipeline
 from fourfold.runtime.execute import FullTensor
@@ -32,34 +32,6 @@ ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
 """Optimizers whose update of an element depends on that element alone: exact on any shard."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranking:
-    """Plans in order of preference."""
-
-    candidates: tuple[Plan, ...]
-
-    @property
-    def best(self) -> Plan:
-        return self.candidates[0]
-
-
-def plan(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    targets: tuple[Tensor, ...] = (),
-    loss: Loss | None = None,
-    strategy: str,
-    devices: int,
-    batch: int | None = None,
-    options: Options | None = None,
-) -> Ranking:
-    """The plan of a named strategy for a model. Module and tensors may be on meta."""
-    graph = capture(model, inputs, targets, loss)
-    chosen = named(strategy, graph, ranks=devices, batch=batch or batch_of(inputs), options=options)
-    return Ranking(candidates=(replace(chosen, signature=_signature(inputs, targets)),))
 
 
 def parallelize(
@@ -304,4 +276,4 @@ def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
     return replace(plan, signature=_signature(inputs, targets))
 
 
-__all__ = ["Layout", "Parallel", "Ranking", "parallelize", "plan", "signed"]
+__all__ = ["Layout", "Parallel", "parallelize", "signed"]

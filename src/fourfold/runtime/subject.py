@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,12 @@ class Subject:
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
         plan = named(strategy, self.graph, ranks=ranks, batch=self.batch, model=self.text, options=options)
         return signed(plan, self.case.inputs, self.case.targets)
+
+    def adopted(self, plan: Plan) -> Plan:
+        """A plan made for this model, in whatever precision, as one of this graph."""
+        mine = replace(plan, graph=self.graph.hash, model=self.text)
+        mine.check(self.graph)
+        return signed(mine, self.case.inputs, self.case.targets)
 
 
 def subject(text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None) -> Subject:

@@ -1,0 +1,246 @@
+"""The search: candidates of all kinds, cheap estimates first, the best few and every named strategy replayed in full.
+
+1. Named strategies, as their recipes have them.
+2. Splits: for each grid of the devices the best by the surrogate (`split_search`).
+3. Stages: for each number of stages the best cut (`stage_search`).
+4. Those of 2 and 3 are replayed in the order of their estimates, as long as their bound is below the best step so far.
+5. If kernels can be measured here, those of the best few are, and all are replayed again.
+6. Where a plan is fastest but does not fit, it is tried again with its optimizer state divided, its weights divided, and
+   activations computed again.
+
+Everything is deterministic but for a time limit, and a search that reaches it says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+
+from fourfold.errors import Error, Infeasible
+from fourfold.oracle.estimate import estimate
+from fourfold.oracle.prices import Prices
+from fourfold.planner.meshes import WIDEST
+from fourfold.planner.split_search import Found, Splitting
+from fourfold.planner.stage_search import Staged, staged
+from fourfold.planner.task import AUTO, Candidate, Ranking, Refusal, Task
+from fourfold.plans import named, pipeline
+from fourfold.plans.additive import microbatched
+from fourfold.plans.compose import recomputed
+from fourfold.plans.pipeline import Pipeline
+from fourfold.plans.plan import Plan
+from fourfold.plans.strategies import STRATEGIES
+
+ALONE = ("filter", "channel", "spatial", "pipeline")
+RARE = ("data+channel", "grid", "filter+pipeline", "spatial+pipeline")
+LARGE = 100_000  # ops times devices: each such replay takes a second
+REPLAYED = 3  # of the splits found, and of the stages
+MEASURED = 4  # candidates whose kernels are timed, where that is possible
+SEGMENTS = (8, 32)  # per stage, of activations computed again
+NODEWISE = {"data+filter": "model", "data+channel": "model", "data+spatial": "space", "splitbrain": "k", "grid": "pr"}
+"""Strategies with an inner axis, and the option that sets it: as long as a node has devices."""
+
+Say = Callable[[str], None]
+_Sketch = tuple[bool, float, float, Plan]
+"""Whether it should not fit, its estimate, a bound, and the plan."""
+
+
+def search(task: Task, say: Say = lambda text: None) -> Ranking:
+    """All candidates, ranked."""
+    return _Search(task, say).run()
+
+
+def replayed(task: Task, plan: Plan) -> Candidate:
+    """A plan, whoever made it, replayed in full."""
+    mine = replace(plan, graph=task.graph.hash)
+    return _timed(mine, pipeline(task.graph, mine), task.setting.prices, task.setting.optimizer)
+
+
+def _timed(plan: Plan, lowered: Pipeline, prices: Prices, optimizer: str) -> Candidate:
+    timed = estimate(lowered, prices, optimizer=optimizer)
+    return Candidate(plan=plan, pipeline=lowered, prices=prices, estimate=timed, optimizer=optimizer)
+
+
+class _Search:
+    def __init__(self, task: Task, say: Say) -> None:
+        self.task, self.say = task, say
+        self.begun = time.perf_counter()
+        self.found: list[Candidate] = []
+        self.refusals: list[Refusal] = []
+        self.notes: list[str] = []
+
+    def run(self) -> Ranking:
+        if not self.task.fixed:
+            for text in self._named():
+                self._try(text, partial(named, text, self.task.graph, ranks=self.task.devices, batch=self.task.batch))
+        if not self.task.strategies or AUTO in self.task.strategies:
+            self._replay(self._splits(), "splits")
+            self._replay(self._stages(), "stages")
+        self._measured()
+        self._fitted()
+        if self._late():
+            self.notes.append(f"stopped after {self.task.limit:g} s: the best so far, not all were tried")
+        ranked = self._ranked()
+        return Ranking(
+            task=self.task,
+            candidates=tuple(ranked),
+            refusals=tuple(dict.fromkeys(self.refusals)),
+            seconds=time.perf_counter() - self.begun,
+            notes=tuple(self.notes),
+        )
+
+    def _ranked(self) -> list[Candidate]:
+        """By their steps; before them the best: the fastest that fits and gives the numbers of one device."""
+        ordered = sorted(self.found, key=lambda c: c.seconds)
+        exact = [c for c in ordered if not self._mixed or c.plan.microbatches == 1]
+        first = next((c for some in (exact, ordered) for c in some if c.feasible), None)
+        if first is None:
+            return sorted(ordered, key=lambda c: c.over)
+        if ordered[0].feasible and first is not ordered[0]:
+            self.notes.append(f"faster, but not the numbers of one device that takes its batch whole: {self._mixed}")
+        return [first, *(c for c in ordered if c is not first)]
+
+    @cached_property
+    def _mixed(self) -> str:
+        """What micro-batches change about the numbers, if anything."""
+        with suppress(Infeasible):
+            return "; ".join(microbatched(self.task.graph, self.task.batch, min(2, self.task.batch)).notes)
+        return ""
+
+    def _late(self) -> bool:
+        return time.perf_counter() - self.begun > self.task.limit
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of the fastest so far, whether or not it fits."""
+        return min((c.seconds for c in self.found), default=float("inf"))
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the fastest so far fits."""
+        return bool(self.found) and min(self.found, key=lambda c: c.seconds).feasible
+
+    def _named(self) -> Iterator[str]:
+        wanted = self.task.strategies
+        if wanted:
+            yield from (text for text in wanted if text != AUTO)
+            return
+        near = len(self.task.cluster.node_ranks(0))
+        over = self._passed_over()
+        if over:
+            self.notes.append(f"passed over on so many devices: {', '.join(over)}; --strategy shows them")
+        for name in (name for name in STRATEGIES if name not in over):
+            inner = NODEWISE.get(name)
+            fits = inner is not None and 1 < near < self.task.devices and self.task.devices % near == 0
+            yield f"{name}:{inner}={near}" if fits else name
+
+    def _passed_over(self) -> tuple[str, ...]:
+        """Strategies not replayed: beyond a few nodes those without data parallelism, for large graphs the rarer ones too."""
+        alone = ALONE if self.task.devices > WIDEST else ()
+        return (*alone, *RARE) if self._large else alone
+
+    @property
+    def _large(self) -> bool:
+        return len(self.task.graph.ops) * self.task.devices > LARGE
+
+    def _try(self, name: str, make: Callable[[], Plan]) -> Candidate | None:
+        """Replay a plan in full, or note why not."""
+        if self._late() and self.found:
+            return None
+        self.say(f"replaying {name}")
+        try:
+            plan = make()
+            same = next((c for c in self.found if alike(c.plan, plan)), None)
+            if same is not None:
+                return same
+            candidate = replayed(self.task, plan)
+        except Error as reason:
+            self.refusals.append(Refusal(strategy=name, reason=str(reason)))
+            return None
+        self.found.append(candidate)
+        return candidate
+
+    def _splits(self) -> list[_Sketch]:
+        splitting = Splitting(self.task, self.task.graph)
+        out = []
+        for grid in splitting.grids():
+            if self._late():
+                break
+            self.say(f"splits over {grid.mesh}")
+            for found in splitting.solved(grid):
+                if isinstance(found, Found):
+                    out.append((not found.fits, found.cost, found.bound, found.plan))
+                    if not found.solution.exact:
+                        gap = 1 - found.solution.bound / found.solution.cost
+                        self.notes.append(f"splits over {grid.mesh}: at most {gap:.0%} from the surrogate's optimum")
+                else:
+                    self.refusals.append(found)
+        return out
+
+    def _stages(self) -> list[_Sketch]:
+        out = []
+        compute = min((c.estimate.breakdown["compute"] for c in self.found if not c.plan.stages), default=0.0)
+        best = self.fastest if self._fits else float("inf")
+        for found in staged(self.task, compute, best, few=self._large):
+            if isinstance(found, Staged):
+                self.say(f"{len(found.plan.stages)} stages in {found.plan.microbatches} micro-batches")
+                out.append((False, found.cost, 0.0, found.plan))
+            else:
+                self.refusals.append(found)
+            if self._late():
+                break
+        return out
+
+    def _replay(self, some: list[_Sketch], what: str) -> None:
+        """The cheapest in full: of those that should fit, and a few of the others."""
+        for over, most in ((False, REPLAYED), (True, 1)):
+            ordered = sorted((s for s in some if s[0] == over), key=lambda s: s[1])
+            for _, _, bound, plan in ordered[:most]:
+                if bound <= self.fastest or not self._fits:
+                    self._try(f"{AUTO} {what} {plan.mesh}", partial(_same, plan))
+
+    def _fitted(self) -> None:
+        """Other ways to hold the fastest plans that do not fit, until one that fits is faster."""
+        for candidate in sorted(self.found, key=lambda c: c.seconds)[: 1 + REPLAYED]:
+            if candidate.feasible:
+                break
+            for plan in self._leaner(candidate.plan):
+                tried = self._try(f"{plan.strategy} held otherwise", partial(_same, plan))
+                if tried is not None and tried.feasible:
+                    break
+
+    def _leaner(self, plan: Plan) -> Iterator[Plan]:
+        """The same plan holding less, what costs least time first."""
+        for zero in (z for z in (1, 3) if z > plan.zero):
+            yield replace(plan, zero=zero)
+        if not plan.recompute and not plan.passes:
+            for count in SEGMENTS:
+                with suppress(Infeasible):  # a stage that cannot be cut so often
+                    again = recomputed(self.task.graph, plan, count)
+                    yield again
+                    yield replace(again, zero=3)
+
+    def _measured(self) -> None:
+        """The best few by measured kernels."""
+        if self.task.measure is None or not self.found:
+            return
+        ranked = sorted(self.found, key=lambda c: c.seconds)[:MEASURED]
+        self.say("timing the kernels of the best")
+        prices = self.task.measure([c.pipeline for c in ranked])
+        optimizer = self.task.setting.optimizer
+        self.found = [_timed(c.plan, c.pipeline, prices, optimizer) for c in self.found]
+
+
+def _same(plan: Plan) -> Plan:
+    return plan
+
+
+def alike(a: Plan, b: Plan) -> bool:
+    """Whether two plans do the same, whatever they are called."""
+    bare = [replace(plan, strategy="", notes=(), model="", signature={}) for plan in (a, b)]
+    return bare[0] == bare[1]
+
+
+__all__ = ["Candidate", "Ranking", "Refusal", "Task", "search"]

@@ -1,0 +1,96 @@
+"""Plans of several stages: for each number of stages and micro-batches, splits by the surrogate and cuts by balance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fourfold.errors import Infeasible
+from fourfold.planner.meshes import DATA, EVERY, MODEL, Grid, divisors
+from fourfold.planner.problem import solve
+from fourfold.planner.split_search import ROOM, Splitting, emitted
+from fourfold.planner.stages import Partition, layers, partition
+from fourfold.planner.task import AUTO, Refusal, Task
+from fourfold.plans.additive import microbatched
+from fourfold.plans.mesh import Mesh
+from fourfold.plans.plan import Plan, Stage
+from fourfold.plans.schedule import schedule_named
+
+SCHEDULES = ("1f1b-so", "1f1b-sno")
+TURNS = (4, 2)  # micro-batches per stage; of many stages, or many devices, the first alone
+DEEPEST = 32  # stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A plan of stages and its step by the formula ``(M + N - 1) x slowest + sums and updates``."""
+
+    plan: Plan
+    cost: float
+
+
+def staged(task: Task, compute: float, best: float, *, few: bool) -> Iterator[Staged | Refusal]:
+    """Plans of two stages and more; `few`: not every number of stages and micro-batches. Those are passed over whose bubble
+    alone makes them slower than `best`: `compute` is how long the devices together need without one, with kernels no
+    smaller."""
+    graphs: dict[int, Splitting] = {}
+    for count in (n for n in divisors(task.devices) if 1 < n <= (DEEPEST // 2 if few else DEEPEST)):
+        ranks = task.devices // count
+        for grid in _grids(task, ranks):
+            examples = grid.mesh.extent(DATA) if DATA in grid.mesh.names else 1
+            for micro in dict.fromkeys(min(turns * count, task.batch // examples) for turns in TURNS[: 1 if few or count >= 8 else 2]):
+                if micro < 2 or compute * (micro + count - 1) / micro > best:
+                    continue
+                try:
+                    if micro not in graphs:
+                        graphs[micro] = Splitting(task, microbatched(task.graph, task.batch, micro).graph)
+                    yield from _cut(task, graphs[micro], grid, count, micro)
+                except Infeasible as reason:
+                    yield Refusal(strategy=f"{AUTO} {count} stages", reason=str(reason))
+
+
+def _grids(task: Task, ranks: int) -> Iterator[Grid]:
+    """Inside a stage: examples over all ranks, or weights within a node and examples across."""
+    yield Grid(mesh=Mesh.of(data=ranks), splits={DATA: ("batch",)})
+    near = len(task.cluster.node_ranks(0))
+    inner = max((d for d in divisors(ranks) if d <= near and d > 1), default=1)
+    if inner > 1:
+        axes = Mesh.of(data=ranks // inner, model=inner) if inner < ranks else Mesh.of(model=inner)
+        yield Grid(mesh=axes, splits={DATA: ("batch",), MODEL: EVERY})
+
+
+def _cut(task: Task, splitting: Splitting, grid: Grid, count: int, micro: int) -> Iterator[Staged | Refusal]:
+    ranks, size = grid.mesh.size, -(-task.batch // micro)
+    surrogate = splitting.surrogate(grid, tuple(range(ranks)), size, micro)
+    solution = solve(surrogate.problem(0.0))
+    assert solution is not None
+    some = layers(splitting.graph, surrogate, solution.choice, {op.path for op in task.graph.ops})
+    prices, cluster = task.setting.prices, task.cluster
+    firsts = [k * ranks for k in range(count)]
+    speeds = [cluster.device(rank).rate(prices.precision) / cluster.device(0).rate(prices.precision) for rank in firsts]
+
+    def transfer(size: float) -> float:
+        return prices.collective("send", ((0, ranks),), size / ranks).seconds
+
+    best: tuple[str, Partition] | None = None
+    for schedule in SCHEDULES:
+        turns = schedule_named(schedule, count, micro)
+        flights = [turns.in_flight(stage) for stage in range(count)]
+        rooms = [ROOM * cluster.memory(rank) for rank in firsts]
+        found = partition(some, speeds=speeds, flights=flights, rooms=rooms, transfer=transfer)
+        if found is not None:
+            best = (schedule, found)
+            break
+    if best is None:
+        yield Refusal(strategy=f"{AUTO} {count} stages of {grid.mesh}", reason="no cut fits the devices' memory")
+        return
+    schedule, found = best
+    often = sum(surrogate.options[k][c][1].sums + surrogate.options[k][c][1].update for k, c in enumerate(solution.choice))
+    cost = (micro + count - 1) * found.slowest + often / count
+    plan = emitted(task.graph, task.batch, grid.mesh, surrogate.rules(solution.choice))
+    stages = tuple(
+        Stage(first=first, ranks=tuple(range(k * ranks, (k + 1) * ranks)), mesh=plan.mesh)
+        for k, first in enumerate(found.firsts)
+    )
+    notes = microbatched(task.graph, task.batch, micro).notes
+    yield Staged(plan=replace(plan, stages=stages, microbatches=micro, schedule=schedule, notes=notes), cost=cost)

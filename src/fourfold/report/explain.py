@@ -1,0 +1,120 @@
+"""A plan explained in words: what it is, why it was chosen, what limits it, what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fourfold.oracle.items import Category
+from fourfold.planner.explain import Against, Explanation, WhatIf
+from fourfold.planner.task import Candidate
+from fourfold.report.costs import setting_words
+from fourfold.report.plans import split_table
+from fourfold.report.ranking import plan_name
+from fourfold.report.text import WIDTH, _axes, _table, mesh_text
+from fourfold.units import bytes_text, seconds_text
+
+TERMS: dict[Category, str] = {
+    "compute": "computing", "gradient_exchange": "summing gradients", "layer_exchange": "exchanging activations",
+    "halo": "exchanging borders", "pipeline": "waiting for other stages", "update": "updating weights", "other": "the rest",
+}  # fmt: skip
+SEEN = 0.02  # of the step: less is not told
+FINDINGS = 6
+
+
+def explanation_text(told: Explanation, *, model: str) -> RenderableType:
+    """`explain`: words, a map of the layers, and what-ifs."""
+    plan = told.plan
+    low, high = plan.estimate.interval
+    head = f"{model}, batch {plan.plan.batch}, on {setting_words(told.task.setting)}"
+    step = f"{_called(plan)} takes {seconds_text(plan.seconds)} a step ({seconds_text(low)} to {seconds_text(high)})"
+    peak = plan.prediction
+    memory = f"{bytes_text(peak.peak_bytes)} of {bytes_text(peak.capacity)} on the fullest device"
+    parts: list[RenderableType] = [Text(head), Text(f"{step}, {memory}."), Text("")]
+    parts += [Text(line) for line in _spent(plan)]
+    parts += [Text(""), Text("How layers are split"), split_table(plan.pipeline, _axes(plan.pipeline))]
+    if told.against:
+        parts += [Text(""), Text("Why not another")] + [Text(line) for against in told.against for line in _why_not(plan, against)]
+    if told.findings:
+        parts += [Text(""), Text("What limits it")] + [Text(f"- {finding.text}") for finding in told.findings[:FINDINGS]]
+    return Group(*parts, Text(""), Text("What would change it"), _changes(told))
+
+
+def _called(candidate: Candidate) -> str:
+    name = plan_name(candidate)
+    return f"The plan found ({mesh_text(candidate.plan)})" if name.startswith("auto") else f"{name} ({mesh_text(candidate.plan)})"
+
+
+def _spent(plan: Candidate) -> Iterator[str]:
+    """Where the step goes, in a sentence."""
+    terms = sorted(plan.estimate.breakdown.items(), key=lambda pair: -pair[1])
+    shown = [f"{s / plan.seconds:.0%} {TERMS[term]}" for term, s in terms if s >= SEEN * plan.seconds]
+    yield f"Of the step, {', '.join(shown)}."
+
+
+def _why_not(plan: Candidate, against: Against) -> Iterator[str]:
+    other = against.other
+    name = f"{plan_name(other)} on {mesh_text(other.plan)}"
+    if against.longer < 0:
+        need, room = bytes_text(other.prediction.peak_bytes), bytes_text(other.prediction.capacity)
+        yield f"- {name} would take {seconds_text(other.seconds)} but does not fit: {need} of {room}."
+        return
+    ratio = other.seconds / plan.seconds
+    longer = [f"{seconds_text(s)} more {TERMS[t]}" for t, s in against.terms if s > SEEN * plan.seconds][:2]
+    saved = [f"{seconds_text(-s)} less {TERMS[t]}" for t, s in against.terms if s < -SEEN * plan.seconds][:1]
+    why = "; ".join(filter(None, [" and ".join(longer), f"though {saved[0]}" if saved else ""])) or "by small differences"
+    yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long: {why}."
+
+
+def _changes(told: Explanation) -> Table:
+    table = _table("with", "the best plan is", "mesh", "step>", "samples/s>", "")
+    here = told.plan.plan.batch / told.plan.seconds
+    for change in told.changes:
+        table.add_row(*_row(change, told, here))
+    return table
+
+
+def _row(change: WhatIf, told: Explanation, here: float) -> list[str]:
+    if change.best is None:
+        return [change.change, "none fits", change.reason[: WIDTH // 3], "", "", ""]
+    best = change.best
+    speed = best.plan.batch / best.seconds
+    same = mesh_text(best.plan) == mesh_text(told.plan.plan) and _splits(best) == _splits(told.plan)
+    word = "the same plan" if same else plan_name(best)
+    return [change.change, word, mesh_text(best.plan), seconds_text(best.seconds), f"{speed:.4g}", f"{speed / here:.2f}x"]
+
+
+def _splits(candidate: Candidate) -> tuple[object, ...]:
+    plan = candidate.plan
+    return plan.splits, plan.zero, bool(plan.recompute), len(plan.stages)
+
+
+def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
+    """`explain --json`, in SI units."""
+    plan = told.plan
+    return {
+        "model": model,
+        "cluster": told.task.cluster.name,
+        "devices": told.task.devices,
+        "batch": plan.plan.batch,
+        "strategy": plan.plan.strategy,
+        "step_seconds": plan.seconds,
+        "breakdown": dict(plan.estimate.breakdown),
+        "peak_bytes": plan.prediction.peak_bytes,
+        "capacity_bytes": int(plan.prediction.capacity),
+        "against": [
+            {"strategy": a.other.plan.strategy, "mesh": mesh_text(a.other.plan), "step_seconds": a.other.seconds,
+             "longer_seconds": dict(a.terms)} for a in told.against
+        ],
+        "findings": [{"name": f.name, "kind": f.kind, "where": f.where, "text": f.text, "numbers": dict(f.numbers)}
+                     for f in told.findings],
+        "changes": [
+            {"change": c.change, "strategy": c.best.plan.strategy if c.best is not None else None,
+             "mesh": mesh_text(c.best.plan) if c.best is not None else None,
+             "step_seconds": c.best.seconds if c.best is not None else None, "reason": c.reason} for c in told.changes
+        ],
+    }  # fmt: skip

@@ -1,0 +1,205 @@
+"""The planner: what it finds untold, that it tells the truth about memory, what it refuses, and that its plans run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.cli.door import run
+from fourfold.cluster import cluster_named
+from fourfold.errors import InvalidInput
+from fourfold.graph import Graph
+from fourfold.graph.capture import capture
+from fourfold.models import MODELS
+from fourfold.oracle.figures import Setting
+from fourfold.oracle.prices import Prices
+from fourfold.planner import Candidate, Ranking, Task, search
+from fourfold.planner.explain import explained, faster, roomier
+from fourfold.planner.knots import knots
+from fourfold.planner.search import alike
+from fourfold.plans import Mesh, Plan
+from fourfold.plans.stages import cut
+from small import SMALL, assert_equal, batch_of, built_in, graph_of
+
+
+@cache
+def captured(name: str, **arguments: int) -> Graph:
+    with torch.device("meta"):
+        return capture(*MODELS[name](**arguments))
+
+
+def task(graph: Graph, cluster: str, devices: int, batch: int, optimizer: str = "sgd") -> Task:
+    prices = Prices(cluster=cluster_named(cluster, devices=devices))
+    return Task(graph=graph, batch=batch, setting=Setting(prices=prices, optimizer=optimizer))
+
+
+@cache
+def ranked(name: str, cluster: str, devices: int, batch: int, *arguments: tuple[str, int]) -> Ranking:
+    return search(task(captured(name, **dict(arguments)), cluster, devices, batch))
+
+
+def splits(plan: Plan, words: Sequence[str]) -> set[str]:
+    """The splits, on axes of more than one rank, of anchors whose path has one of the words."""
+    wide = [axis for axis, size in plan.mesh.axes if size > 1]
+    return {by[axis] for path, by in plan.splits for axis in wide if axis in by and any(word in path for word in words)}
+
+
+def best(ranking: Ranking) -> Candidate:
+    assert ranking.best is not None
+    return ranking.best
+
+
+# --- what it finds untold -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vgg16", "alexnet"])
+def test_on_a_slow_network_convolutions_go_by_batch_and_the_classifier_by_its_weights(name: str) -> None:
+    found = ranked(name, "ethernet-1g", 8, 256)
+    plan = best(found).plan
+    assert splits(plan, ["features"]) == {"batch"}
+    assert splits(plan, ["classifier"]) & {"filter", "channel"} and "batch" not in splits(plan, ["classifier"])
+    data = next(c for c in found.candidates if c.plan.strategy == "data")
+    assert best(found).seconds < data.seconds / 3
+
+
+def test_with_fast_links_and_many_examples_data_parallelism_wins() -> None:
+    assert best(ranked("resnet50", "dgx-h100", 8, 2048)).plan.strategy == "data"
+
+
+def test_a_sample_that_no_device_holds_is_split_by_its_domain() -> None:
+    found = best(ranked("cosmoflow", "abci", 64, 16, ("size", 512)))
+    assert any(split.startswith("domain") for split in (*found.plan.inputs.values(), *splits(found.plan, ["conv"])))
+
+
+def test_one_sample_on_eight_devices_is_split_by_its_domain() -> None:
+    found = best(ranked("unet3d", "dgx-h100", 8, 1, ("size", 256)))
+    assert any(split.startswith("domain") for split in found.plan.inputs.values())
+
+
+def test_a_deep_network_on_slow_links_becomes_a_pipeline() -> None:
+    found = best(ranked("gpt2", "ethernet-10g-gpu", 16, 64, ("layers", 12), ("width", 1024), ("heads", 16)))
+    assert len(found.plan.stages) > 1
+
+
+# --- knots and bounds ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_every_op_that_depends_on_an_input_is_in_one_knot(name: str) -> None:
+    graph = graph_of(name)
+    live = cut(graph, [""]).live
+    found = knots(graph, batch_of(name), live)
+    owned = [op.name for knot in found for op in knot.graph.ops if op.name in graph.dependent]
+    first = [op.name for op in graph.ops if op.name in graph.dependent]
+    assert set(owned) <= set(first) and len({knot.key for knot in found}) <= len(found)
+    makers = {value: knot.index for knot in found for op in knot.graph.ops for value in op.results}
+    assert all(makers[value] == maker for knot in found for value, maker in knot.reads)
+
+
+def test_the_same_search_twice_gives_the_same_ranking() -> None:
+    graph = graph_of("gpt2")
+    one, other = (search(task(graph, "ethernet-10g", 4, 4)) for _ in range(2))
+    assert [c.plan for c in one.candidates] == [c.plan for c in other.candidates]
+    assert [c.seconds for c in one.candidates] == [c.seconds for c in other.candidates]
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def smaller(wanted: Task, factor: float) -> Task:
+    prices = wanted.setting.prices
+    cluster = roomier(prices.cluster, factor)
+    return replace(wanted, setting=replace(wanted.setting, prices=replace(prices, cluster=cluster, _traffic={})))
+
+
+def test_with_less_memory_a_slower_plan_that_fits_is_chosen_and_with_none_nothing() -> None:
+    wanted = task(captured("vgg16"), "abci", 8, 64, "adamw")
+    free = best(search(wanted))
+    share = 0.7 * free.prediction.peak_bytes / wanted.cluster.memory(0)
+    tight = search(smaller(wanted, share))
+    assert best(tight).prediction.peak_bytes <= best(tight).prediction.capacity
+    assert best(tight).seconds >= free.seconds
+    nothing = search(smaller(wanted, 0.01 * share))
+    assert nothing.best is None and "over" in nothing.nearest()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def test_fixed_splits_are_kept_and_impossible_ones_refused() -> None:
+    wanted = task(captured("alexnet"), "ethernet-1g", 8, 256)
+    found = best(search(replace(wanted, fixed=(("classifier.*", "filter"),))))
+    assert splits(found.plan, ["classifier"]) == {"filter"}
+    none = search(replace(wanted, fixed=(("features.*", "filter"), ("features.*", "channel"))))
+    assert none.best is None or not none.best.plan.splits
+    assert any("as asked" in refusal.reason for refusal in none.refusals)
+    with pytest.raises(InvalidInput, match="unknown split"):
+        replace(wanted, fixed=(("a", "sideways"),))
+
+
+def test_a_time_limit_gives_the_best_so_far_and_says_so() -> None:
+    wanted = task(captured("alexnet"), "ethernet-1g", 8, 256)
+    found = search(replace(wanted, limit=1e-3))
+    assert found.best is not None and any("stopped after" in note for note in found.notes)
+
+
+# --- explain and the command line ---------------------------------------------------------------------------------------
+
+
+def test_an_explanation_compares_and_recomputes() -> None:
+    wanted = task(captured("alexnet"), "ethernet-1g", 4, 64)
+    ranking = search(wanted)
+    told = explained(ranking, best(ranking))
+    assert told.against[0].other.plan.strategy == "data" and told.against[0].longer > 0
+    changes = {change.change: change.best for change in told.changes}
+    fast = changes["links 10 times as fast"]
+    assert fast is not None and fast.seconds < best(ranking).seconds
+    assert faster(wanted.cluster, 10).links[0].bandwidth == 10 * wanted.cluster.links[0].bandwidth
+
+
+def test_plan_and_explain_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    asked = ["plan", "alexnet", "--cluster", "ethernet-1g", "--devices", "4", "--batch", "64", "-o", str(file), "--json"]
+    assert run(asked) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["best"] == 0
+    first = record["candidates"][0]
+    assert sum(first["breakdown"].values()) == pytest.approx(first["step_seconds"])
+    steps = [candidate["step_seconds"] for candidate in record["candidates"]]
+    assert steps == sorted(steps)
+    assert run(["explain", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "Why not another" in told and "links 10 times as fast" in told
+    assert all(len(line) <= 100 for line in told.splitlines())
+
+
+# --- its plans run ------------------------------------------------------------------------------------------------------
+
+PLACES = [("ethernet-1g", 2), ("ethernet-10g", 3), ("abci", 4), ("ethernet-25g-gpu", 4)]
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_plans_found_for_any_cluster_give_the_numbers_of_one_device(name: str) -> None:
+    seen: list[Plan] = []
+    for cluster, devices in PLACES:
+        found = search(task(graph_of(name), cluster, devices, batch_of(name)))
+        auto = [c.plan for c in found.candidates if c.plan.strategy == "auto"]
+        plan = next((p for p in auto if p.microbatches == 1 or not p.notes), None)  # batch norm sees micro-batches
+        if plan is not None and not any(alike(plan, other) for other in seen):
+            seen.append(plan)
+            assert_equal(built_in(name).errors(plan))
+    assert seen
+
+
+def test_axes_are_called_by_what_is_split_over_them() -> None:
+    from fourfold.planner.split_search import emitted
+
+    rules = (("a", {"x": "batch", "y": "domain:0"}), ("b", {"x": "batch", "y": "replicate"}))
+    plan = emitted(graph_of("unet3d"), 4, Mesh.of(x=2, y=2), rules)
+    assert plan.mesh.names == ("data", "space") and plan.inputs == {"data": "batch", "space": "domain:0"}
