@@ -31,6 +31,7 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
+LOOPBACK = "loopback"
 REPEATS = 32
 LEAST_REPEATS = 2
 BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
@@ -139,7 +140,8 @@ class _SoFar:
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
 
     def _curve(self, request: Request, found: Mapping[float, list[tuple[float, float]]]) -> Curve:
-        told = [[seconds * self.pace / pace for pace, seconds in times] for times in found.values()]
+        near = request.level == LOOPBACK  # cores carry these; a wire keeps its own pace
+        told = [[seconds * (self.pace / pace if near else 1.0) for pace, seconds in times] for times in found.values()]
         points = [(max(middle(times), LEAST), apart(times)) for times in told]
         return Curve(
             collective=request.collective,
@@ -180,7 +182,7 @@ def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
             kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
             kinds += ["send"] if size == 2 else []
             kinds += ["shared_gather", "shared_sum"] if inside else []
-            level = "loopback" if inside else "network"
+            level = LOOPBACK if inside else "network"
             out += [Request(collective=kind, groups=groups, level=level, effort=effort) for kind in kinds]
     unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
     return list(reversed(unique.values()))
