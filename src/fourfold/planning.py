@@ -59,8 +59,8 @@ def plan(
     fixed: Mapping[str, str] | None = None,
     time_limit: float | None = None,
 ) -> Plans:
-    """The best plans for a model on a cluster (a preset, a TOML file, ``local`` or a `Cluster`) or, if one is named, the plan of
-    a strategy. `fixed`: patterns of ops and the split they shall have. Module and tensors may be on meta."""
+    """The best plans for a model on a cluster (a preset, a TOML file, ``local`` or a `Cluster`) or, if one is named, the plan
+    of a strategy. `fixed`: patterns of ops and the split they shall have. Module and tensors may be on meta."""
     graph = capture(model, inputs, targets, loss)
     size = batch or batch_of(inputs)
     if strategy is not None:

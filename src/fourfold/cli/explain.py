@@ -52,8 +52,9 @@ def _made_for(file: Path, plan: Plan, cluster: str | None, precision: str | None
     if not plan.model:
         raise InvalidInput(f"{file} names no model; write it with `fourfold plan -o`")
     known = json.loads(file.read_text()).get("made_for") or {}
-    given = {"cluster": cluster, "precision": precision, "optimizer": optimizer}
-    out = {"precision": "fp32", "optimizer": "sgd", **known, **{key: value for key, value in given.items() if value is not None}}
+    asked = {"cluster": cluster, "precision": precision, "optimizer": optimizer}
+    given = {key: value for key, value in asked.items() if value is not None}
+    out = {"precision": "fp32", "optimizer": "sgd", **known, **given}
     if "cluster" not in out:
         raise InvalidInput(f"{file} does not say for which cluster it was made; name a --cluster")
     return out

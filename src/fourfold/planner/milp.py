@@ -30,7 +30,7 @@ def proven(problem: Problem, capacity: float = float("inf")) -> tuple[tuple[int,
         cost[start : start + table.size] = table.ravel()
         extra = problem.pair_memory.get(pair)
         size[start : start + table.size] = 0.0 if extra is None else extra.ravel()
-    rows, columns, values, right = [], [], [], []
+    rows, columns, values, right = list[int](), list[int](), list[float](), list[float]()
 
     def equation(entries: list[tuple[int, float]], value: float) -> None:
         for column, factor in entries:

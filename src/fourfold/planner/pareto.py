@@ -6,6 +6,7 @@ smallest kept. What is returned is then still a solution that fits, and the boun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
 
-LABELS = 400
+LABELS = 128
 _Labels = tuple[np.ndarray, np.ndarray, list[tuple[tuple[int, int], ...]]]
 """Costs, memory, and for each the choices made: pairs of a knot and its choice."""
 
@@ -65,7 +66,7 @@ class _State:
         near = sorted({knot, *(n for names, _ in mine for n in names), *(n for pair in pairs for n in pair)})
         near.remove(knot)
         out: dict[tuple[int, ...], _Labels] = {}
-        for cell in np.ndindex(*(len(problem.costs[n]) for n in near)):
+        for cell in itertools.product(*(range(len(problem.costs[n])) for n in near)):
             at = dict(zip(near, cell, strict=True))
             found = [
                 labels

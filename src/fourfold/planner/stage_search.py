@@ -38,7 +38,8 @@ def staged(task: Task, compute: float, best: float, *, few: bool) -> Iterator[St
         ranks = task.devices // count
         for grid in _grids(task, ranks):
             examples = grid.mesh.extent(DATA) if DATA in grid.mesh.names else 1
-            for micro in dict.fromkeys(min(turns * count, task.batch // examples) for turns in TURNS[: 1 if few or count >= 8 else 2]):
+            turns = TURNS[:1] if few or count >= 8 else TURNS
+            for micro in dict.fromkeys(min(turn * count, task.batch // examples) for turn in turns):
                 if micro < 2 or compute * (micro + count - 1) / micro > best:
                     continue
                 try:

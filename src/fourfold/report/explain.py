@@ -38,15 +38,16 @@ def explanation_text(told: Explanation, *, model: str) -> RenderableType:
     parts += [Text(line) for line in _spent(plan)]
     parts += [Text(""), Text("How layers are split"), split_table(plan.pipeline, _axes(plan.pipeline))]
     if told.against:
-        parts += [Text(""), Text("Why not another")] + [Text(line) for against in told.against for line in _why_not(plan, against)]
+        why = [line for against in told.against for line in _why_not(plan, against)]
+        parts += [Text(""), Text("Why not another"), *map(Text, why)]
     if told.findings:
-        parts += [Text(""), Text("What limits it")] + [Text(f"- {finding.text}") for finding in told.findings[:FINDINGS]]
+        parts += [Text(""), Text("What limits it"), *(Text(f"- {finding.text}") for finding in told.findings[:FINDINGS])]
     return Group(*parts, Text(""), Text("What would change it"), _changes(told))
 
 
 def _called(candidate: Candidate) -> str:
     name = plan_name(candidate)
-    return f"The plan found ({mesh_text(candidate.plan)})" if name.startswith("auto") else f"{name} ({mesh_text(candidate.plan)})"
+    return f"{'The plan found' if name.startswith('auto') else name} ({mesh_text(candidate.plan)})"
 
 
 def _spent(plan: Candidate) -> Iterator[str]:
