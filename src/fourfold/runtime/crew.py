@@ -32,8 +32,10 @@ class Joined:
     def __init__(self) -> None:
         import torch.distributed as dist
 
+        from fourfold.runtime.launch import keep_memory
         from fourfold.runtime.world import TIMEOUT
 
+        keep_memory()
         dist.init_process_group("gloo", timeout=TIMEOUT)
         self.count = dist.get_world_size()
 

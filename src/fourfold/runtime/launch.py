@@ -7,6 +7,7 @@ collective for ever) and the error carries the failing rank's traceback.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing as mp
 import multiprocessing.connection as mpc
 import os
@@ -31,6 +32,15 @@ _ENVIRONMENT = {
 }
 
 DEATH_SECONDS = 0.3
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of mallopt(3)
+
+
+def keep_memory() -> None:
+    """For ranks that others have started: let this process keep freed memory as local ranks do. Without glibc nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Ranks:

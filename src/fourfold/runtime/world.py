@@ -15,6 +15,7 @@ from torch import Tensor
 from fourfold.errors import InvalidInput
 from fourfold.plans.mesh import Mesh
 from fourfold.runtime.board import CAPACITY, Board
+from fourfold.runtime.launch import keep_memory
 
 # newer torch renamed these two; the old names still work there, with a warning
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,6 +62,8 @@ class World:
     def started(mesh: Mesh, device: torch.device) -> None:
         """Join the processes that torchrun started, if it did and nobody has yet."""
         if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
+            if device.type == "cpu":
+                keep_memory()
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
 
     @property
