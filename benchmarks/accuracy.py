@@ -268,6 +268,16 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(out)
 
 
+def table(rows: list[Row]) -> str:
+    """Mean accuracy by plan and place, for a page."""
+    places = list(dict.fromkeys(row.place for row in rows))
+    out = [f"| plan | {' | '.join(places)} |", f"|---|{'---|' * len(places)}"]
+    for plan in dict.fromkeys(row.plan for row in rows):
+        cells = [[r.accuracy for r in rows if (r.plan, r.place) == (plan, place)] for place in places]
+        out.append(f"| {plan} | {' | '.join(f'{statistics.mean(c):.1%}' if c else '' for c in cells)} |")
+    return "\n".join(out)
+
+
 def say(text: str, end: str = "\n") -> None:
     if is_leader():
         print(text, end=end, file=sys.stderr, flush=True)
@@ -290,6 +300,7 @@ def main() -> None:
         rows = [row for place in options.place or PLACES for row in place_rows(place, options.only, Path(folder))]
     for row in rows:
         print(line(row))
+    print(table(rows))
     print(summary(rows))
     data = {"date": time.strftime("%Y-%m-%d %H:%M"), "rows": [asdict(row) for row in rows]}
     options.output.write_text(json.dumps(data, indent=1))

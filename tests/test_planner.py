@@ -58,7 +58,7 @@ def best(ranking: Ranking) -> Candidate:
 # --- what it finds untold -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vgg16", "alexnet"])
+@pytest.mark.parametrize("name", ["alexnet", pytest.param("vgg16", marks=pytest.mark.slow)])
 def test_on_a_slow_network_convolutions_go_by_batch_and_the_classifier_by_its_weights(name: str) -> None:
     found = ranked(name, "ethernet-1g", 8, 256)
     plan = best(found).plan
@@ -119,9 +119,9 @@ def smaller(wanted: Task, factor: float) -> Task:
 
 
 def test_with_less_memory_a_slower_plan_that_fits_is_chosen_and_with_none_nothing() -> None:
-    wanted = task(captured("vgg16"), "abci", 8, 64, "adamw")
+    wanted = task(captured("alexnet"), "abci", 8, 64, "adamw")
     free = best(search(wanted))
-    share = 0.7 * free.prediction.peak_bytes / wanted.cluster.memory(0)
+    share = 0.95 * free.prediction.peak_bytes / wanted.cluster.memory(0)
     tight = search(smaller(wanted, share))
     assert best(tight).prediction.peak_bytes <= best(tight).prediction.capacity
     assert best(tight).seconds >= free.seconds
@@ -181,10 +181,11 @@ def test_plan_and_explain_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
 
 # --- its plans run ------------------------------------------------------------------------------------------------------
 
+QUICK = ("gpt2", "unet3d", "vgg16-cifar")
 PLACES = [("ethernet-1g", 2), ("ethernet-10g", 3), ("abci", 4), ("ethernet-25g-gpu", 4)]
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(SMALL)])
 def test_plans_found_for_any_cluster_give_the_numbers_of_one_device(name: str) -> None:
     seen: list[Plan] = []
     for cluster, devices in PLACES:

@@ -36,7 +36,7 @@ _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of mallopt(3)
 
 
 def keep_memory() -> None:
-    """For ranks that others have started: let this process keep freed memory as local ranks do. Without glibc nothing happens."""
+    """For ranks that others have started: keep freed memory as local ranks do. Without glibc nothing happens."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_MMAP_MAX, 0)
