@@ -4,7 +4,7 @@ Each place is calibrated. Then, model by model, every plan is predicted, which t
 are written down; then the plans run, on fresh processes, in rounds one after the other, and a plan's time is the median of
 its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
 
-Machines that are shared change their speed by a third from minute to minute. So runs are paired with the calibration: the pace
+Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the calibration: the pace
 of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are told at the pace the
 prediction is for; between hosts all but the part of the step that is predicted to be exchanges, for which the wire sets the
 pace. Steps as the clock had them are kept and summed up too.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from fourfold.cli.door import run
-from fourfold.cluster import cluster_named
+from fourfold.cluster import cluster_named, local
 from fourfold.errors import InvalidInput
+from fourfold.gauge.measuring import measured_prices
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
@@ -25,6 +26,7 @@ from fourfold.planner.knots import knots
 from fourfold.planner.search import alike
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.stages import cut
+from ranks import pool
 from small import SMALL, assert_equal, batch_of, built_in, graph_of
 
 
@@ -113,9 +115,8 @@ def test_the_same_search_twice_gives_the_same_ranking() -> None:
 
 
 def smaller(wanted: Task, factor: float) -> Task:
-    prices = wanted.setting.prices
-    cluster = roomier(prices.cluster, factor)
-    return replace(wanted, setting=replace(wanted.setting, prices=replace(prices, cluster=cluster, _traffic={})))
+    prices = wanted.setting.prices.on(roomier(wanted.cluster, factor))
+    return replace(wanted, setting=replace(wanted.setting, prices=prices))
 
 
 def test_with_less_memory_a_slower_plan_that_fits_is_chosen_and_with_none_nothing() -> None:
@@ -141,6 +142,21 @@ def test_fixed_splits_are_kept_and_impossible_ones_refused() -> None:
     assert any("as asked" in refusal.reason for refusal in none.refusals)
     with pytest.raises(InvalidInput, match="unknown split"):
         replace(wanted, fixed=(("a", "sideways"),))
+
+
+def test_only_the_strategies_asked_for_are_tried() -> None:
+    wanted = replace(task(captured("alexnet"), "ethernet-1g", 4, 64), strategies=("data", "filter"))
+    assert {c.plan.strategy for c in search(wanted).candidates} == {"data", "filter"}
+
+
+def test_kernels_that_no_table_has_are_timed_by_what_is_handed_in() -> None:
+    cluster = local(2)
+    wanted = task(graph_of("gpt2"), "local", 2, batch_of("gpt2"))
+    timing = partial(measured_prices, cluster=cluster, ranks=pool(2), rounds=1)
+    found = search(replace(wanted, strategies=("data",), measure=timing))
+    assert best(found).estimate.measured_share == 1.0
+    bare = Setting(prices=Prices(cluster=cluster))
+    assert best(search(replace(wanted, strategies=("data",), setting=bare))).estimate.measured_share < 1.0
 
 
 def test_a_time_limit_gives_the_best_so_far_and_says_so() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fourfold.planner.milp import proven
-from fourfold.planner.problem import Problem, solve
+from fourfold.planner.problem import Problem
+from fourfold.planner.solve import solve
 
 CASES = 200
 

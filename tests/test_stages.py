@@ -21,7 +21,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.balance import _bottleneck, balanced
+from fourfold.plans.balance import balanced, least_loaded
 from fourfold.plans.boundary import Side, incoming, outgoing
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import BLOCKING, Pipeline, Task, check_runnable, pipeline
@@ -228,7 +228,9 @@ def test_no_other_cut_has_a_smaller_bottleneck(data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, min(count, 4)))
     weights = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=stages, max_size=stages))
     total = np.concatenate([[0.0], np.cumsum(work)])
-    chosen = _bottleneck(total, charge, list(range(1, count)), weights)
+    cost = np.array([0.0, *charge[1:], 0.0])
+    load = total[None, :] - total[:, None] + cost[None, :] + cost[:, None]
+    chosen, _ = least_loaded([load / weight for weight in weights])
     assert chosen == sorted(set(chosen))
     every = itertools.combinations(range(1, count), stages - 1)
     best = min(load_of(total, charge, (0, *cuts, count), weights) for cuts in every)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import Infeasible
-from fourfold.graph.autocast import under_autocast
+from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
 from fourfold.oracle.figures import Setting
 from fourfold.oracle.table import known_prices
@@ -68,8 +68,7 @@ def plan(
         return Plans(candidates=(signed(chosen, inputs, targets),))
     where = cluster.sized(devices) if isinstance(cluster, Cluster) else cluster_named(cluster, devices=devices)
     setting = Setting(prices=known_prices(where, precision), optimizer=optimizer)
-    kind = "cpu" if where.device(0).kind == "cpu" else "cuda"
-    told = under_autocast(graph, device=kind) if precision == "bf16" else graph
+    told = as_computed(graph, precision, where.device(0).kind)
     task = Task(graph=told, batch=size, setting=setting, fixed=tuple((fixed or {}).items()), limit=time_limit or float("inf"))
     found = search(task)
     fitting = [c.plan for c in found.candidates[:SHOWN] if c.feasible]

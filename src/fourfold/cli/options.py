@@ -118,11 +118,11 @@ def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_mod
 
 def priced(graph: Graph, asked_for: Setting) -> Graph:
     """The graph whose times and bytes are told: in bf16, the one with autocast's casts as ops. ParaDL's formulas know none."""
-    from fourfold.graph.autocast import under_autocast
+    from fourfold.graph.autocast import as_computed
 
-    if asked_for.prices.precision != "bf16" or asked_for.model != "fourfold":
+    if asked_for.model != "fourfold":
         return graph
-    return under_autocast(graph, device="cpu" if asked_for.cluster.device(0).kind == "cpu" else "cuda")
+    return as_computed(graph, asked_for.prices.precision, asked_for.cluster.device(0).kind)
 
 
 Name = TypeVar("Name", bound=str)

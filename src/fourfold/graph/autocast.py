@@ -31,6 +31,11 @@ _RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 Without a GPU they fall apart into cells, which would tell another story."""
 
 
+def as_computed(graph: Graph, precision: str, kind: str) -> Graph:
+    """The graph whose times and bytes are those of a precision on a kind of device: in bf16, the one with autocast's casts."""
+    return under_autocast(graph, device="cpu" if kind == "cpu" else "cuda") if precision == "bf16" else graph
+
+
 def under_autocast(graph: Graph, *, device: str = "cuda", dtype: str = "bfloat16") -> Graph:
     """The graph with autocast's casts written out, for a kind of device (cuda or cpu; it need not be there)."""
     concrete = graph.at(graph.batch or TRIAL_BATCH)

@@ -48,6 +48,10 @@ class Prices:
     kernels: Mapping[str, KernelTime] = field(default_factory=dict)
     _traffic: dict[tuple[tuple[int, ...], ...], Traffic] = field(default_factory=dict, compare=False)
 
+    def on(self, cluster: Cluster) -> Prices:
+        """The same tables on another cluster."""
+        return replace(self, cluster=cluster, _traffic={})
+
     def kernel(self, kernel: Kernel, rank: int) -> KernelTime:
         """The time of a kernel on a rank's device."""
         device = self.cluster.device(rank)

@@ -86,7 +86,7 @@ def _what_if(
     say(f"with {change}")
     setting = task.setting
     if cluster is not None:
-        setting = replace(setting, prices=replace(setting.prices, cluster=cluster, _traffic={}))
+        setting = replace(setting, prices=setting.prices.on(cluster))
     try:
         found = search(replace(task, setting=setting, batch=batch or task.batch))
     except Error as reason:

@@ -11,12 +11,13 @@ of them, what it makes, and what the oracle prices. Networks repeat their blocks
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fourfold.graph import Graph, Op, Ref
 from fourfold.graph.spec import mapped
 from fourfold.ops.nest import Nest, nest_of
+from fourfold.plans.stages import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def knots(graph: Graph, batch: int, live: frozenset[str]) -> tuple[Knot, ...]:
     owner, members = _owners(concrete, nests)
     out = []
     for index, names in enumerate(members):
-        part = _part(graph, names, owner, index)
+        part = _part(graph, names, owner)
         reads = tuple((name, owner[name]) for name in part.inputs if name in owner)
         number, key = _structure(part, live)
         saved = frozenset(value for op in part.ops for value in _saved(op, nests[op.name]))
@@ -67,7 +68,7 @@ def _owners(graph: Graph, nests: dict[str, Nest]) -> tuple[dict[str, int], list[
     return owner, members
 
 
-def _part(graph: Graph, names: list[str], owner: dict[str, int], index: int) -> Graph:
+def _part(graph: Graph, names: list[str], owner: dict[str, int]) -> Graph:
     """The ops of a knot as a graph, with those that read stored tensors or inputs alone and are read here."""
     wanted, inside = set(names), []
     needed: set[str] = set()
@@ -79,19 +80,8 @@ def _part(graph: Graph, names: list[str], owner: dict[str, int], index: int) -> 
     ops = tuple(reversed(inside))
     made = {name for op in ops for name in op.results}
     read = [name for name in dict.fromkeys(name for op in ops for name in op.operands) if name not in made]
-    reads = set(read)
-    return replace(
-        graph,
-        values={name: graph.values[name] for name in (*read, *(n for op in ops for n in op.results))},
-        inputs=tuple(name for name in read if name in owner or name in graph.inputs),
-        targets=tuple(name for name in graph.targets if name in reads),
-        parameters=tuple(p for p in graph.parameters if p.name in reads),
-        constants=tuple(c for c in graph.constants if c.name in reads),
-        ops=ops,
-        loss=graph.loss if graph.loss in made else "",
-        outputs=(),
-        writes=(),
-    )
+    inputs = tuple(name for name in read if name in owner or name in graph.inputs)
+    return part_of(graph, ops, set(read), inputs)
 
 
 def _saved(op: Op, nest: Nest) -> Iterable[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fourfold.plans.mesh import Mesh
+from fourfold.plans.mesh import Mesh, divisors
 
 EVERY = ("batch", "filter", "channel", "domain:0", "replicate")
 FAR = ("batch", "domain:0")
@@ -36,10 +36,10 @@ def grids(devices: int, batch: int, *, near: int, domains: int) -> Iterator[Grid
         elif outer > 1 and 1 < inner <= widest:
             yield Grid(mesh=Mesh.of(data=outer, model=inner), splits={DATA: far, MODEL: EVERY})
     if domains > 1 and batch < devices:
-        yield from _volumes(devices, batch, domains)
+        yield from _volumes(devices, batch)
 
 
-def _volumes(devices: int, batch: int, domains: int) -> Iterator[Grid]:
+def _volumes(devices: int, batch: int) -> Iterator[Grid]:
     """Where examples are fewer than devices: two dims of the domain, examples outside."""
     for outer in (d for d in divisors(devices) if d <= batch and devices // d > 3):
         rest = devices // outer
@@ -48,7 +48,3 @@ def _volumes(devices: int, batch: int, domains: int) -> Iterator[Grid]:
             continue
         mesh = Mesh.of(data=outer, space=first, model=rest // first)
         yield Grid(mesh=mesh, splits={DATA: ("batch",), SPACE: ("domain:0",), MODEL: ("domain:1", "filter", "replicate")})
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fourfold.planner.problem import Problem
+from fourfold.planner.problem import Problem, elimination_order
 
 LABELS = 128
 _Labels = tuple[np.ndarray, np.ndarray, list[tuple[tuple[int, int], ...]]]
@@ -25,11 +23,9 @@ _Table = tuple[tuple[int, ...], dict[tuple[int, ...], _Labels]]
 
 def constrained(problem: Problem, capacity: float) -> tuple[tuple[int, ...], float] | None:
     """The cheapest choices within the capacity and a lower bound of their cost, or None."""
-    from fourfold.planner.problem import elimination_order
-
     sizes = [len(table) for table in problem.costs]
     order, _ = elimination_order(sizes, list(problem.pairs), 10**12)
-    least = _least(problem)
+    least = float(sum(table.min() for table in problem.memory))
     state = _State(problem, capacity)
     for knot in order:
         least -= float(problem.memory[knot].min())
@@ -41,11 +37,6 @@ def constrained(problem: Problem, capacity: float) -> tuple[tuple[int, ...], flo
     best = int(costs.argmin())
     choice = dict(chosen[best])
     return tuple(choice[k] for k in range(len(sizes))), float(costs[best]) if state.exact else 0.0
-
-
-def _least(problem: Problem) -> float:
-    """Memory that all knots take at least."""
-    return float(sum(table.min() for table in problem.memory))
 
 
 class _State:

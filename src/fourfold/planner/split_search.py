@@ -10,7 +10,7 @@ from fourfold.errors import Infeasible
 from fourfold.graph import Graph
 from fourfold.planner.knots import Knot, knots
 from fourfold.planner.meshes import DATA, MODEL, SPACE, Grid, grids
-from fourfold.planner.problem import Solution, solve
+from fourfold.planner.solve import Solution, solve
 from fourfold.planner.surrogate import Place, Surrogate
 from fourfold.planner.task import AUTO, Refusal, Task
 from fourfold.plans.hints import domain_dims
@@ -78,7 +78,7 @@ class Splitting:
 
     def _solved(self, grid: Grid, surrogate: Surrogate) -> Iterator[Found | Refusal]:
         task, seen = self.task, set()
-        room = ROOM * min(task.cluster.memory(rank) for rank in (0, task.devices - 1))
+        room = ROOM * min(task.cluster.memory(some[0]) for _, some in task.cluster.runs_in_use())
         for hidden in HIDDEN:
             problem = surrogate.problem(hidden)
             free, tight = solve(problem), None

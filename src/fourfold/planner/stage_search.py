@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.errors import Infeasible
-from fourfold.planner.meshes import DATA, EVERY, MODEL, Grid, divisors
-from fourfold.planner.problem import solve
+from fourfold.planner.meshes import DATA, EVERY, MODEL, Grid
+from fourfold.planner.solve import solve
 from fourfold.planner.split_search import ROOM, Splitting, emitted
 from fourfold.planner.stages import Partition, layers, partition
 from fourfold.planner.task import AUTO, Refusal, Task
 from fourfold.plans.additive import microbatched
-from fourfold.plans.mesh import Mesh
+from fourfold.plans.mesh import Mesh, divisors
 from fourfold.plans.plan import Plan, Stage
 from fourfold.plans.schedule import schedule_named
 

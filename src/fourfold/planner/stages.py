@@ -9,7 +9,6 @@ data parallelism, which is always among the candidates, wins.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from fourfold.graph import Graph
 from fourfold.planner.surrogate import Surrogate
-from fourfold.plans.balance import alive_bytes, heads, places
+from fourfold.plans.balance import alive_bytes, heads, least_loaded, places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,25 +66,16 @@ def partition(
 ) -> Partition | None:
     """The best cut into as many stages as there are speeds, or None if none fits. `speeds`: of the stages' devices, relative;
     `flights`: micro-batches in flight; `rooms`: bytes; `transfer`: seconds of so many bytes from stage to stage."""
-    count = len(speeds)
-    inner = [k for k in places(some.seconds, some.alive, list(some.heads), count, "stages") if some.known[k]]
+    inner = [k for k in places(some.seconds, some.alive, list(some.heads), len(speeds), "stages") if some.known[k]]
     ends = np.array([0, *inner, len(some.paths)])
     sent = np.array([0.0, *(2 * transfer(float(some.alive[k])) for k in inner), 0.0])
     total, stored, kept = (np.concatenate([[0.0], np.cumsum(x)])[ends] for x in (some.seconds, some.stored, some.kept))
-    best = np.full(len(ends), np.inf)
-    best[0] = 0.0
-    back: list[np.ndarray] = []
+    loads = []
     for speed, flight, room in zip(speeds, flights, rooms, strict=True):
         load = (total[None, :] - total[:, None]) / speed + sent[None, :] + sent[:, None]
         held = stored[None, :] - stored[:, None] + flight * (kept[None, :] - kept[:, None])
-        load = np.where((np.arange(len(ends))[:, None] < np.arange(len(ends))[None, :]) & (held <= room), load, np.inf)
-        joined = np.maximum(best[:, None], load)
-        back.append(joined.argmin(0))
-        best = joined.min(0)
-    if not np.isfinite(best[-1]):
+        loads.append(np.where(held <= room, load, np.inf))
+    cuts, slowest = least_loaded(loads)
+    if not np.isfinite(slowest):
         return None
-    cuts, at = [], len(ends) - 1
-    for choice in itertools.islice(reversed(back), count - 1):
-        at = int(choice[at])
-        cuts.append(some.paths[int(ends[at])])
-    return Partition(firsts=(some.paths[0], *reversed(cuts)), slowest=float(best[-1]))
+    return Partition(firsts=tuple(some.paths[int(k)] for k in (0, *ends[cuts])), slowest=slowest)

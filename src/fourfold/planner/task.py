@@ -17,7 +17,6 @@ from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.plan import SPLITS, Plan
 from fourfold.units import bytes_text
 
-TOP = 5
 AUTO = "auto"
 
 Measure = Callable[[Sequence[Pipeline]], Prices]

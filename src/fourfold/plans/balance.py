@@ -7,7 +7,6 @@ as can be, a byte that crosses being charged as so many FLOPs.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,8 +44,12 @@ def balanced(
     work = np.array([float(nest_of(op, concrete).flops) for op in ops[low:high]])
     alive = alive_bytes(concrete, [op.name for op in ops])[low:high]
     inner = places(work, alive, heads(concrete, ops[low:high]), len(weights), pieces)
-    chosen = _bottleneck(np.concatenate([[0.0], np.cumsum(work)]), alive * charge, inner, weights)
-    return [paths[low + k] for k in (0, *chosen)]
+    ends = np.array([0, *inner, len(work)])
+    done = np.concatenate([[0.0], np.cumsum(work)])[ends]
+    cost = np.concatenate([[0.0], charge * alive[inner], [0.0]])
+    load = done[None, :] - done[:, None] + cost[None, :] + cost[:, None]
+    chosen, _ = least_loaded([load / weight for weight in weights])
+    return [paths[low + int(k)] for k in (0, *ends[chosen])]
 
 
 def alive_bytes(graph: Graph, names: list[str]) -> np.ndarray:
@@ -92,24 +95,20 @@ def places(work: np.ndarray, alive: np.ndarray, begins: list[bool], stages: int,
     return every
 
 
-def _bottleneck(total: np.ndarray, charge: np.ndarray, inner: list[int], weights: Sequence[float]) -> list[int]:
-    """The cuts that make the most loaded stage least loaded. `total[k]`: work before k; `charge[k]`: of cutting at k.
+def least_loaded(loads: Sequence[np.ndarray]) -> tuple[list[int], float]:
+    """The cuts that make the most loaded piece least loaded, and its load: infinite if no cuts are allowed. Of each piece,
+    `load[i, j]` from boundary i to j, the first and last of which are the ends; infinite where it may not be.
 
-    best[s][j] = min over i < j of max(best[s-1][i], (work of i..j + charge of both its boundaries) / weight of stage s).
+    best[s][j] = min over i < j of max(best[s-1][i], load[s][i, j])
     """
-    ends = np.array([0, *inner, len(total) - 1])
-    cost = np.concatenate([[0.0], charge[inner], [0.0]])
-    best = np.full(len(ends), np.inf)
+    best, back = np.full(len(loads[0]), np.inf), list[np.ndarray]()
     best[0] = 0.0
-    back: list[np.ndarray] = []
-    for weight in weights:
-        load = (total[ends][None, :] - total[ends][:, None] + cost[None, :] + cost[:, None]) / weight
-        load[np.tril_indices(len(ends))] = np.inf
-        joined = np.maximum(best[:, None], load)
+    for load in loads:
+        joined = np.maximum(best[:, None], np.where(np.tri(len(load), dtype=bool), np.inf, load))
         back.append(joined.argmin(0))
         best = joined.min(0)
-    cuts, at = [], len(ends) - 1
-    for choice in itertools.islice(reversed(back), len(weights) - 1):
+    cuts, at = list[int](), len(best) - 1
+    for choice in reversed(back[1:]):
         at = int(choice[at])
-        cuts.append(int(ends[at]))
-    return cuts[::-1]
+        cuts.append(at)
+    return cuts[::-1], float(best[-1])

@@ -78,3 +78,8 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def divisors(number: int) -> list[int]:
+    """The sizes an axis of so many ranks may have."""
+    return [d for d in range(1, number + 1) if number % d == 0]

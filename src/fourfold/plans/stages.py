@@ -7,11 +7,11 @@ them. A parameter that several stages use is *tied*: each keeps a copy, and thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.errors import Infeasible
-from fourfold.graph import Graph, Ref
+from fourfold.graph import Graph, Op, Ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +92,26 @@ def _part(
     writes = tuple((buffer, value) for buffer, value in graph.writes if value in made and makers[value] == stage)
     outputs = tuple(n for n in graph.outputs if makers.get(n, 0) == stage)
     read = {*wanted, *(buffer for buffer, _ in writes), *(n for n in outputs if n not in made)}
+    inputs = (*(n for n in graph.inputs if n in read), *(n for n in wanted if n in makers))
+    part = part_of(graph, ops, read, inputs)
+    return replace(part, loss=graph.loss if makers.get(graph.loss) == stage else "",
+                   outputs=tuple(dict.fromkeys((*outputs, *sent))), writes=writes)  # fmt: skip
+
+
+def part_of(graph: Graph, ops: tuple[Op, ...], read: Collection[str], inputs: tuple[str, ...]) -> Graph:
+    """Some ops as a graph of their own that reads these values besides what it makes; its results go nowhere."""
+    made = {name for op in ops for name in op.results}
     return replace(
         graph,
         values={n: spec for n, spec in graph.values.items() if n in made or n in read},
-        inputs=(*(n for n in graph.inputs if n in read), *(n for n in wanted if n in makers)),
+        inputs=inputs,
         targets=tuple(n for n in graph.targets if n in read),
         parameters=tuple(p for p in graph.parameters if p.name in read),
         constants=tuple(c for c in graph.constants if c.name in read),
         ops=ops,
-        loss=graph.loss if makers.get(graph.loss) == stage else "",
-        outputs=tuple(dict.fromkeys((*outputs, *sent))),
-        writes=writes,
+        loss=graph.loss if graph.loss in made else "",
+        outputs=(),
+        writes=(),
     )
 
 

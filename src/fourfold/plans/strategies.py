@@ -18,7 +18,7 @@ from fourfold.ops.nest import Nest, nest_of
 from fourfold.plans.compose import CHUNKS, Options, composed
 from fourfold.plans.hints import domain_dims
 from fourfold.plans.lower import lower
-from fourfold.plans.mesh import Mesh
+from fourfold.plans.mesh import Mesh, divisors
 from fourfold.plans.place import Placement
 from fourfold.plans.plan import Passes, Plan
 
@@ -100,14 +100,12 @@ def _two_axes(request: Request, first: str, second: str, inner: int | None = Non
     ranks = request.ranks
     size = inner or _divisor(ranks)
     if ranks % size:
-        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-        raise InvalidInput(f"{ranks} ranks cannot be cut into groups of {size}; use one of {divisors}")
+        raise InvalidInput(f"{ranks} ranks cannot be cut into groups of {size}; use one of {divisors(ranks)}")
     return Mesh(((first, ranks // size), (second, size)))
 
 
 def _divisor(ranks: int) -> int:
-    divisors = [d for d in range(2, ranks + 1) if ranks % d == 0] or [1]
-    return min(divisors, key=lambda d: (abs(math.log(d) - math.log(ranks) / 2), d))
+    return min(divisors(ranks)[1:] or [1], key=lambda d: (abs(math.log(d) - math.log(ranks) / 2), d))
 
 
 class _Chooser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from fourfold.oracle.items import Category
 from fourfold.planner.explain import Against, Explanation, WhatIf
+from fourfold.planner.search import alike
 from fourfold.planner.task import Candidate
 from fourfold.report.costs import setting_words
 from fourfold.report.plans import split_table
@@ -60,11 +62,15 @@ def _spent(plan: Candidate) -> Iterator[str]:
 def _why_not(plan: Candidate, against: Against) -> Iterator[str]:
     other = against.other
     name = f"{plan_name(other)} on {mesh_text(other.plan)}"
-    if against.longer < 0:
+    ratio = other.seconds / plan.seconds
+    if not other.feasible:
         need, room = bytes_text(other.prediction.peak_bytes), bytes_text(other.prediction.capacity)
         yield f"- {name} would take {seconds_text(other.seconds)} but does not fit: {need} of {room}."
         return
-    ratio = other.seconds / plan.seconds
+    if against.longer < 0:
+        notes = f", but {'; '.join(other.plan.notes)}" if other.plan.notes else ": it is the better plan"
+        yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long{notes}."
+        return
     longer = [f"{seconds_text(s)} more {TERMS[t]}" for t, s in against.terms if s > SEEN * plan.seconds][:2]
     saved = [f"{seconds_text(-s)} less {TERMS[t]}" for t, s in against.terms if s < -SEEN * plan.seconds][:1]
     why = "; ".join(filter(None, [" and ".join(longer), f"though {saved[0]}" if saved else ""])) or "by small differences"
@@ -84,14 +90,9 @@ def _row(change: WhatIf, told: Explanation, here: float) -> list[str]:
         return [change.change, "none fits", change.reason[: WIDTH // 3], "", "", ""]
     best = change.best
     speed = best.plan.batch / best.seconds
-    same = mesh_text(best.plan) == mesh_text(told.plan.plan) and _splits(best) == _splits(told.plan)
+    same = alike(replace(told.plan.plan, batch=best.plan.batch), best.plan)
     word = "the same plan" if same else plan_name(best)
     return [change.change, word, mesh_text(best.plan), seconds_text(best.seconds), f"{speed:.4g}", f"{speed / here:.2f}x"]
-
-
-def _splits(candidate: Candidate) -> tuple[object, ...]:
-    plan = candidate.plan
-    return plan.splits, plan.zero, bool(plan.recompute), len(plan.stages)
 
 
 def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:

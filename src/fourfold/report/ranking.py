@@ -53,7 +53,7 @@ def ranking_text(ranking: Ranking, *, model: str, top: int, files: Sequence[str]
     head = Text(f"{what}, {where}" if len(what) + 2 + len(where) <= WIDTH else f"{what},\n{where}")
     parts: list[RenderableType] = [head]
     if shown:
-        parts += [_plans(shown), Text(_legend())]
+        parts += [_plans(shown), Legend()]
     lines = [f"{r.strategy}: {r.reason}" for r in ranking.refusals[:REFUSED]]
     lines += [f"and {len(ranking.refusals) - REFUSED} more cannot be"] if len(ranking.refusals) > REFUSED else []
     lines += [f"Nothing fits. {ranking.nearest()}"] if ranking.best is None else []
@@ -110,6 +110,10 @@ class Spent:
         return Measurement(BAR, BAR)
 
 
-def _legend() -> str:
-    words = {"compute": "compute", "exchange": "exchanges", "pipeline": "waiting for stages", "other": "update"}
-    return "   ".join(f"{SIGNS[kind][0]} {word}" for kind, word in words.items()) + "   ( ) does not fit"
+class Legend:
+    """What the signs of the bars mean."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        words = {"compute": "compute", "exchange": "exchanges", "pipeline": "waiting for stages", "other": "update"}
+        signs = (f"{SIGNS[kind][options.ascii_only]} {word}" for kind, word in words.items())
+        yield Text("   ".join([*signs, "( ) does not fit"]))
