@@ -4,13 +4,10 @@ Each place is calibrated. Then, model by model, every plan is predicted, which t
 are written down; then the plans run, on fresh processes, in rounds one after the other, and a plan's time is the median of
 its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
 
-Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the calibration: the pace
-of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are told at the pace the
-prediction is for; between hosts all but the part of the step that is predicted to be exchanges, for which the wire sets the
-pace. Steps as the clock had them are kept and summed up too.
-
-    python benchmarks/accuracy.py                    # all places, about half an hour
-    python benchmarks/accuracy.py --place 2 --only vgg --only data
+Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the
+calibration: the pace of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are
+told at the pace the prediction is for; between hosts all but the part of the step that is predicted to be exchanges, for which
+the wire sets the pace. Steps as the clock had them are kept and summed up too.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cluster import Cluster, load_cluster, save_cluster
-from fourfold.gauge.collectives import calibrated
+from fourfold.gauge.calibration import calibrated
 from fourfold.gauge.measuring import measured_prices
 from fourfold.gauge.pace import pace_now
 from fourfold.oracle.estimate import estimate

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fourfold.gauge.collectives import drift
+from fourfold.gauge.calibration import drift
 from fourfold.runtime.crew import crew
 
 WINDOW = 4.0  # seconds

@@ -11,8 +11,9 @@ import pytest
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_cluster
 from fourfold.cluster.cache import calibration_file, kernels_file
 from fourfold.errors import InvalidInput
-from fourfold.gauge import collectives
-from fourfold.gauge.collectives import Effort, Progress, calibrated, drift, requests
+from fourfold.gauge import calibration
+from fourfold.gauge.calibration import Progress, calibrated, drift, requests
+from fourfold.gauge.collectives import Effort
 from fourfold.gauge.kernels import samples
 from fourfold.gauge.measuring import check_here, foretold, table_name
 from fourfold.oracle.predict import predict
@@ -82,7 +83,7 @@ def test_between_hosts_nothing_goes_through_common_memory() -> None:
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a", "b"]], ids=["uneven", "by turns"])
 def test_hosts_with_unequal_or_mixed_ranks_are_refused(hosts: list[str]) -> None:
     with pytest.raises(InvalidInput, match="start as many on each"):
-        collectives._described(hosts, "x")
+        calibration._described(hosts, "x")
 
 
 def test_drift_is_nothing_on_a_machine_that_always_takes_as_long() -> None:

@@ -30,7 +30,7 @@ def calibrate(
         from fourfold.cluster import save_cluster
         from fourfold.cluster.cache import calibration_file
         from fourfold.cluster.local import usable_cores
-        from fourfold.gauge.collectives import calibrated
+        from fourfold.gauge.calibration import calibrated
         from fourfold.gauge.measuring import here, warm
         from fourfold.report.calibration import calibration_record, calibration_text
         from fourfold.runtime.crew import crew, is_leader, under_torchrun

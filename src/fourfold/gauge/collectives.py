@@ -1,7 +1,4 @@
-"""This machine, or the cluster torchrun started us on, measured: a `Cluster` with curves of every collective.
-
-Ranks are told apart by host; those of one host are a node. Each collective is timed in groups that lie within a node and in
-groups that reach across, for every group size that divides the ranks, one group alone and all such groups at once.
+"""What ranks do to calibrate: collectives of every size timed between computing, and rates.
 
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
 woken. So each repetition computes for a moment first. What counts is the time from coming to it until it is done, on the
@@ -12,36 +9,29 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, local
+from fourfold.cluster import Collective
 from fourfold.cluster.parts import OPTIMIZERS
-from fourfold.errors import InvalidInput
-from fourfold.gauge.middle import apart, middle
-from fourfold.gauge.pace import pace_now
 from fourfold.plans.mesh import Mesh
-from fourfold.runtime.board import CAPACITY, Board, host_of_this_process
-from fourfold.runtime.crew import Crew
+from fourfold.runtime.board import CAPACITY, Board
 from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
-LOOPBACK = "loopback"
 REPEATS = 32
 LEAST_REPEATS = 2
 BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
-LEAST = 1e-6  # seconds: what a collective costs at least
 OUTLIERS = 10  # of so many repetitions, one is left out
 STRETCH = 4e-3  # seconds of computing before each repetition: about what lies between two exchanges of small networks
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
-SENT = Sources(whole="calibration, from sends between two ranks")
 COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
 
 
@@ -65,158 +55,6 @@ class Request:
     groups: tuple[tuple[int, ...], ...]
     level: str
     effort: Effort
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A cluster as far as it is measured, and what comes next."""
-
-    cluster: Cluster
-    done: int
-    of: int
-    next: str
-
-
-def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) -> Iterator[Progress]:
-    """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
-    hosts = ranks(host_of_this_process)
-    wanted = requests(hosts, effort)
-    told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
-    so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count)
-    done, of = 0, effort.rounds * (1 + len(wanted))
-    cluster = so_far.base
-    for _ in range(effort.rounds):
-        yield Progress(cluster=cluster, done=done, of=of, next="rates of one rank while all are busy")
-        so_far.next_round(ranks(pace_now)[0], ranks(rates))
-        for request in wanted:
-            done, cluster = done + 1, so_far.cluster()
-            words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
-            yield Progress(cluster=cluster, done=done, of=of, next=words)
-            pace = ranks(pace_now)[0]
-            so_far.add(request, pace, ranks(measured, request)[request.groups[0][0]])
-        done, cluster = done + 1, so_far.cluster()
-    yield Progress(cluster=cluster, done=of, of=of, next="")
-
-
-class _SoFar:
-    """What a calibration has found until now. Times are told at the pace of the machine's better moments, a quarter of all:
-    each is multiplied by that over the pace of its own moment (`gauge.pace`)."""
-
-    def __init__(self, base: Cluster, ranks: int) -> None:
-        self.base, self.ranks = base, ranks
-        self.facts: list[tuple[float, dict[str, float]]] = []  # with the pace of the moment, as all that follow
-        self.blocks: dict[Request, dict[float, list[tuple[float, float]]]] = {}
-        self.computing: list[list[float]] = []  # by round
-        self.paces: list[float] = []
-
-    def next_round(self, pace: float, facts: list[dict[str, float]]) -> None:
-        self.paces.append(pace)
-        self.facts += [(pace, fact) for fact in facts]
-        self.computing.append([])
-
-    def add(self, request: Request, pace: float, found: Found) -> None:
-        """One more round of a curve."""
-        self.paces.append(pace)
-        known = self.blocks.setdefault(request, {})
-        for size, seconds in found.points:
-            known.setdefault(size, []).append((pace, seconds))
-        if sum(map(len, request.groups)) == self.ranks:
-            self.computing[-1] += found.computing
-
-    @property
-    def pace(self) -> float:
-        return sorted(self.paces)[len(self.paces) // 4]
-
-    def cluster(self) -> Cluster:
-        """The cluster as far as it is known."""
-        device = self.base.kinds[0]
-        facts = [_faster(fact, pace / self.pace) for pace, fact in self.facts]
-        device = replace(device, **_device_facts(facts, device.cores, self.ranks), pace=_rounded(self.pace))
-        rounds = [statistics.mean(times) for times in self.computing if times]  # steps even out shorter moments
-        if rounds:
-            device = replace(device, drift=_rounded(drift(rounds)))
-        curves = tuple(self._curve(request, found) for request, found in self.blocks.items())
-        links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
-        return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
-
-    def _curve(self, request: Request, found: Mapping[float, list[tuple[float, float]]]) -> Curve:
-        near = request.level == LOOPBACK  # cores carry these; a wire keeps its own pace
-        told = [[seconds * (self.pace / pace if near else 1.0) for pace, seconds in times] for times in found.values()]
-        points = [(max(middle(times), LEAST), apart(times)) for times in told]
-        return Curve(
-            collective=request.collective,
-            level=request.level,
-            ranks=len(request.groups[0]),
-            groups=len(request.groups),
-            sizes=tuple(found),
-            seconds=tuple(_rounded(seconds) for seconds, _ in points),
-            spreads=tuple(_rounded(spread) for _, spread in points),
-            source=f"calibration, middle of {len(next(iter(found.values())))} rounds, torch {torch.__version__}",
-        )
-
-
-def _faster(fact: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Rates at a pace faster by a factor; of them `launch` alone is a time."""
-    return {name: value / factor if name == "launch" else value * factor for name, value in fact.items()}
-
-
-def _linked(link: Link, curves: list[Curve]) -> Link:
-    """A link with the latency and bandwidth that sends over it had."""
-    sends = [curve for curve in curves if curve.collective == "send"]
-    if not sends:
-        return link
-    sizes, seconds = sends[-1].sizes, sends[-1].seconds
-    speed = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
-    return replace(link, latency=seconds[0], bandwidth=_rounded(speed), sources=SENT)
-
-
-def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
-    """The curves that plans on these ranks may ask for."""
-    out = []
-    count = len(hosts)
-    for size in [n for n in range(2, count + 1) if count % n == 0]:
-        near = tuple(tuple(range(k, k + size)) for k in range(0, count, size))
-        far = tuple(tuple(range(k, count, count // size)) for k in range(count // size))
-        for groups in dict.fromkeys((near, far, near[:1], far[:1])):
-            inside = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
-            kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-            kinds += ["send"] if size == 2 else []
-            kinds += ["shared_gather", "shared_sum"] if inside else []
-            level = LOOPBACK if inside else "network"
-            out += [Request(collective=kind, groups=groups, level=level, effort=effort) for kind in kinds]
-    unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
-    return list(reversed(unique.values()))
-
-
-def _described(hosts: list[str], name: str) -> Cluster:
-    """The ranks as a cluster nobody has measured yet."""
-    nodes = list(dict.fromkeys(hosts))
-    base = local(len(hosts))
-    if len(nodes) == 1:
-        return replace(base, name=name)
-    counts = sorted({hosts.count(host) for host in nodes})
-    if len(counts) > 1 or hosts != sorted(hosts, key=nodes.index):
-        raise InvalidInput(f"{len(nodes)} hosts with {' and '.join(map(str, counts))} ranks, not equally many one after the "
-                           "other; start as many on each")  # fmt: skip
-    run = Nodes(count=len(nodes), device="cpu", devices=counts[0], sources=Sources(whole="found by calibration"))
-    network = Link(name="network", latency=1e-4, bandwidth=1e8, sources=Sources(whole="assumed, not calibrated"))
-    return replace(base, name=name, nodes=(run,), links=(*base.links, network))
-
-
-def drift(computing: list[float]) -> float:
-    """How far the same computing strays while all ranks compute: half the distance between its tenth and its ninetieth
-    hundredth, relative to the middle."""
-    ordered = sorted(computing)
-    tenth = len(ordered) // 10
-    return (ordered[-1 - tenth] - ordered[tenth]) / 2 / statistics.median(ordered)
-
-
-def _rounded(number: float) -> float:
-    """Four digits: more would pretend to a precision no measurement has."""
-    return float(f"{number:.4g}")
-
-
-# --- on the ranks ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,16 +231,3 @@ def _seconds(once: Callable[[], Any]) -> float:
         once()
         times.append(time.perf_counter() - start)
     return _mean(times)
-
-
-def _device_facts(facts: list[dict[str, float]], cores: int, ranks: int) -> dict[str, Any]:
-    """The device's fields from what its ranks reached; a shared processor's are those of all its cores."""
-    middle = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
-    rate, crowd = middle["rate"] * cores, max(1.0, ranks / max(cores, 1))
-    return {
-        "rates": (("fp64", crowd * rate / 2), ("fp32", crowd * rate), ("bf16", crowd * rate)),
-        "bandwidth": crowd * middle["bandwidth"] * cores,
-        "launch": middle["launch"] / crowd,
-        "updates": tuple((name, crowd * middle[f"update_{name}"]) for name in OPTIMIZERS),
-        "sources": Sources(whole="calibration, all ranks busy", single=(("rate_fp64", "half of fp32"),)),
-    }
