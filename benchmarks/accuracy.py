@@ -187,17 +187,24 @@ def ranks_of(place: str) -> Ranks | Joined:
     return crew(int(place) if place != "hosts" else None)
 
 
-def place_rows(place: str, only: list[str], folder: Path) -> list[Row]:
-    """All rows of one place: calibrated, predicted, then measured."""
+def place_rows(place: str, only: list[str], folder: Path, output: Path, before: list[Row]) -> list[Row]:
+    """All rows of one place: calibrated, predicted, then measured; written down model by model, after those of `before`."""
     file, kept = folder / "cluster.toml", folder / f"{place}.json"
     models = list(dict.fromkeys(model for model, _ in cases(place, only)))
     say(f"{place}: calibrating")
     job(place, "calibrate", file, kept)
+    output.with_name(f"{output.stem}-{place}.toml").write_text(file.read_text())
     for model in models:
         job(place, "predict", file, kept, "--model", model, *(part for text in only for part in ("--only", text)))
         for _ in range(ROUNDS):
             job(place, "measure", file, kept, "--model", model)
+        keep([*before, *load(kept)], output)
     return load(kept)
+
+
+def keep(rows: list[Row], output: Path) -> None:
+    data = {"date": time.strftime("%Y-%m-%d %H:%M"), "rows": [asdict(row) for row in rows]}
+    output.write_text(json.dumps(data, indent=1))
 
 
 def job(place: str, what: str, cluster: Path, rows: Path, *more: str) -> None:
@@ -294,13 +301,13 @@ def main() -> None:
         return
     with STACK, tempfile.TemporaryDirectory() as folder:
         os.environ["FOURFOLD_CACHE"] = folder  # everything is measured anew
-        rows = [row for place in options.place or PLACES for row in place_rows(place, options.only, Path(folder))]
+        rows: list[Row] = []
+        for place in options.place or PLACES:
+            rows += place_rows(place, options.only, Path(folder), options.output, rows)
     for row in rows:
         print(line(row))
     print(table(rows))
     print(summary(rows))
-    data = {"date": time.strftime("%Y-%m-%d %H:%M"), "rows": [asdict(row) for row in rows]}
-    options.output.write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

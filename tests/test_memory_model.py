@@ -20,12 +20,10 @@ from fourfold.oracle.memory import CPU, CUDA, Memory, memory
 from fourfold.plans import Options, Plan, named
 from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.pipeline import Pipeline, pipeline
-from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.measure import measure
-from fourfold.runtime.trial import Task, optimizer_named, runner
+from fourfold.runtime.trial import Task
 from ranks import pool
-from small import SMALL, batch_of, example, graph_of
+from small import SMALL, batch_of, example, graph_of, observed
 
 OPTIONS: dict[str, tuple[str, Options | None]] = {
     "data": ("data", None),
@@ -61,18 +59,6 @@ def data_of(model: str) -> str:
     state = {**dict(made.module.named_parameters()), **dict(made.module.named_buffers())}
     torch.save({"state": {k: t.detach() for k, t in state.items()}, "inputs": [*made.inputs, *made.targets]}, path)
     return str(path)
-
-
-def observed(task: Task, times: int = 1) -> list[int]:
-    """This rank's peak in a training step, measured a few times."""
-    data = torch.load(task.data, mmap=True)
-    running = runner(task, data["state"], Randomness())
-    parameters = [tensor for _, tensor in running.named()]
-    optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
-    if optimizer is not None:
-        running.follow(optimizer)
-    feeds = dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True))
-    return [measure(running, optimizer, feeds).peak_bytes for _ in range(times)]
 
 
 def errors(model: str, way: str, optimizer: str = "momentum", ranks: Ranks | None = None) -> list[float]:

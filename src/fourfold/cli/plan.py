@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ from fourfold.cli.output import check_place, check_trace, write_trace, written
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
+MEASURE = "Time the kernels of the best plans on this machine, or on the ranks of torchrun, and search again by them."
 FIX = "Ops, a pattern as layers.3.*, that shall be split so on some axis; may be given several times."
 
 
@@ -54,6 +56,7 @@ def plan(
     top: Annotated[int, typer.Option("--top", help="How many plans to show, if no strategy is named.")] = 8,
     fix: Annotated[list[str] | None, typer.Option("--fix", metavar="OPS=SPLIT", help=FIX, show_default=False)] = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds to search at most.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help=MEASURE)] = False,
     as_json: Json = False,
 ) -> int:
     """Finds the best plan or, with --strategy, says how that splits a model; what it would cost; `-o` writes the plan.
@@ -67,9 +70,9 @@ def plan(
             raise InvalidInput("--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
                                "or leave them to the search")  # fmt: skip
         return _searched(voice, model, devices, cluster, batch, precision, optimizer, cost_model, output, trace, top, fix or [],
-                         time_limit)  # fmt: skip
-    if fix or time_limit is not None:
-        raise InvalidInput("--fix and --time-limit are for the search; leave --strategy out")
+                         time_limit, measure)  # fmt: skip
+    if fix or time_limit is not None or measure:
+        raise InvalidInput("--fix, --time-limit and --measure are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
@@ -113,16 +116,18 @@ def plan(
 def _searched(
     voice: Voice, model: str, devices: int, cluster: str | None, batch: int | None, precision: str, optimizer: str,
     cost_model: str, output: Path | None, trace: Path | None, top: int, fix: list[str], time_limit: float | None,
+    measure: bool,
 ) -> int:  # fmt: skip
     """The plan the planner finds."""
     if cost_model != "fourfold":
         raise InvalidInput(f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name a --strategy")
-    with voice.working(f"capturing {model}") as say:
+    with voice.working(f"capturing {model}") as say, ExitStack() as stack:
         from fourfold.cluster import LOCAL
         from fourfold.oracle.figures import figures_of
         from fourfold.planner import Task, search
         from fourfold.plans import save_plan
         from fourfold.report.ranking import ranking_record, ranking_text
+        from fourfold.runtime.crew import crew, is_leader
         from fourfold.runtime.subject import subject
 
         asked_for = setting(cluster or LOCAL, devices, precision, optimizer, cost_model)
@@ -133,9 +138,17 @@ def _searched(
         settle()
         graph = priced(seen.graph, asked_for)
         limit = time_limit if time_limit is not None else float("inf")
-        found = search(Task(graph=graph, batch=seen.batch, setting=asked_for, fixed=fixed, limit=limit), say)
+        timed = None
+        if measure:
+            from fourfold.gauge.measuring import timing
+
+            say(f"starting {devices} ranks")
+            team = crew(devices)
+            stack.enter_context(team)
+            timed = timing(asked_for.cluster, team, asked_for.prices.precision)
+        found = search(Task(graph=graph, batch=seen.batch, setting=asked_for, fixed=fixed, limit=limit, measure=timed), say)
         best = found.best
-        if output is not None and best is not None:
+        if output is not None and best is not None and is_leader():
             made_for = _made_for(cluster or LOCAL, precision, optimizer)
             written(lambda: save_plan(seen.adopted(best.plan), output, made_for=made_for), output)
         traced = write_trace(figures_of(best.prediction), trace) if best is not None else None

@@ -28,6 +28,7 @@ REPEATS = 32
 LEAST_REPEATS = 2
 BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
+SLOWEST = 3.0  # seconds: sizes that should take longer once are left out, there time grows with the bytes
 OUTLIERS = 10  # of so many repetitions, one is left out
 STRETCH = 4e-3  # seconds of computing before each repetition: about what lies between two exchanges of small networks
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
@@ -73,9 +74,12 @@ def measured(request: Request) -> Found:
     stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
     sizes = [size for size in request.effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
     blocks = {}
-    for size in sizes:
+    for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))
-        blocks[size] = _block(once, stretch, group, _repeats(once))
+        spent = _once(once)
+        blocks[size] = _block(once, stretch, group, max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent))))
+        if spent * larger / size > SLOWEST:
+            break
     if group is not None:
         dist.destroy_process_group(group)
     there = 0.5 if request.collective == "send" else 1.0
@@ -95,15 +99,15 @@ class _Block:
     repeats: int
 
 
-def _repeats(once: Callable[[], Any]) -> int:
-    """How many repetitions make a block, the same on all ranks: few of what takes long."""
+def _once(once: Callable[[], Any]) -> float:
+    """Seconds of doing it once, the same on all ranks."""
     once()
     dist.barrier()
     begun = time.perf_counter()
     once()
     spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / float(spent))))
+    return float(spent)
 
 
 def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, repeats: int) -> _Block:

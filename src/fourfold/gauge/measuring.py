@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,6 +73,14 @@ def check_here(cluster: Cluster, hosts: int) -> None:
     if kind != "cpu" or nodes != hosts:
         found = f"cluster {cluster.name!r} is of kind {kind} on {nodes} nodes, these ranks run on {hosts} hosts of kind cpu"
         raise InvalidInput(f"{found}; give the file that `fourfold calibrate` wrote here")
+
+
+def timing(cluster: Cluster, ranks: Ranks | Joined, precision: Precision) -> Callable[[Iterable[Pipeline]], Prices]:
+    """For the planner: times the kernels of plans on the ranks, which must be those of the cluster."""
+    check_here(cluster, len(set(ranks(host_of_this_process))))
+    if precision not in DTYPES:
+        raise InvalidInput(f"kernels are timed here in {' or '.join(DTYPES)}, not in {precision}; leave --measure out")
+    return partial(measured_prices, cluster=cluster, ranks=ranks, precision=precision)
 
 
 def measured_prices(

@@ -4,9 +4,10 @@
 2. Splits: for each grid of the devices the best by the surrogate (`split_search`).
 3. Stages: for each number of stages the best cut (`stage_search`).
 4. Those of 2 and 3 are replayed in the order of their estimates, as long as their bound is below the best step so far.
-5. If kernels can be measured here, those of the best few are, and all are replayed again.
-6. Where a plan is fastest but does not fit, it is tried again with its optimizer state divided, its weights divided, and
+5. Where a plan is fastest but does not fit, it is tried again with its optimizer state divided, its weights divided, and
    activations computed again.
+6. If kernels can be timed here, those of the best few are, and the search begins again, knowing them, until the best few rest
+   on measured kernels alone.
 
 Everything is deterministic but for a time limit, and a search that reaches it says so.
 """
@@ -38,6 +39,7 @@ RARE = ("data+channel", "grid", "filter+pipeline", "spatial+pipeline")
 LARGE = 100_000  # ops times devices: each such replay takes a second
 REPLAYED = 3  # of the splits found, and of the stages
 MEASURED = 4  # candidates whose kernels are timed, where that is possible
+TIMINGS = 6  # times that kernels are timed at most
 SEGMENTS = (8, 32)  # per stage, of activations computed again
 NODEWISE = {"data+filter": "model", "data+channel": "model", "data+spatial": "space", "splitbrain": "k", "grid": "pr"}
 """Strategies with an inner axis, and the option that sets it: as long as a node has devices."""
@@ -49,7 +51,22 @@ _Sketch = tuple[bool, float, float, Plan]
 
 def search(task: Task, say: Say = lambda text: None) -> Ranking:
     """All candidates, ranked."""
-    return _Search(task, say).run()
+    begun, measure = time.perf_counter(), task.measure
+    task = replace(task, measure=None)  # whoever searches again with something changed must not time anything
+    found = _Search(task, say, begun).run()
+    for _ in range(TIMINGS if measure is not None else 0):
+        guessed = [c.pipeline for c in found.candidates[:MEASURED] if c.estimate.measured_share < 1]
+        if not guessed or measure is None:
+            break
+        say(f"timing the kernels of {len(guessed)} plans")
+        known, prices = task.setting.prices, measure(guessed)
+        if time.perf_counter() - begun > task.limit:
+            return replace(found, notes=(*found.notes, f"stopped after {task.limit:g} s: not all kernels were timed"))
+        if prices.kernels.keys() == known.kernels.keys():
+            break  # what is left cannot be timed
+        task = replace(task, setting=replace(task.setting, prices=prices))
+        found = _Search(task, say, begun).run()
+    return replace(found, seconds=time.perf_counter() - begun)
 
 
 def replayed(task: Task, plan: Plan) -> Candidate:
@@ -64,9 +81,8 @@ def _timed(plan: Plan, lowered: Pipeline, prices: Prices, optimizer: str) -> Can
 
 
 class _Search:
-    def __init__(self, task: Task, say: Say) -> None:
-        self.task, self.say = task, say
-        self.begun = time.perf_counter()
+    def __init__(self, task: Task, say: Say, begun: float) -> None:
+        self.task, self.say, self.begun = task, say, begun
         self.found: list[Candidate] = []
         self.refusals: list[Refusal] = []
         self.notes: list[str] = []
@@ -78,7 +94,6 @@ class _Search:
         if not self.task.strategies or AUTO in self.task.strategies:
             self._replay(self._splits(), "splits")
             self._replay(self._stages(), "stages")
-        self._measured()
         self._fitted()
         if self._late():
             self.notes.append(f"stopped after {self.task.limit:g} s: the best so far, not all were tried")
@@ -221,16 +236,6 @@ class _Search:
                     again = recomputed(self.task.graph, plan, count)
                     yield again
                     yield replace(again, zero=3)
-
-    def _measured(self) -> None:
-        """The best few by measured kernels."""
-        if self.task.measure is None or not self.found:
-            return
-        ranked = sorted(self.found, key=lambda c: c.seconds)[:MEASURED]
-        self.say("timing the kernels of the best")
-        prices = self.task.measure([c.pipeline for c in ranked])
-        optimizer = self.task.setting.optimizer
-        self.found = [_timed(c.plan, c.pipeline, prices, optimizer) for c in self.found]
 
 
 def _same(plan: Plan) -> Plan:

@@ -17,7 +17,7 @@ from fourfold.plans.plan import Plan, Stage
 from fourfold.plans.schedule import schedule_named
 
 SCHEDULES = ("1f1b-so", "1f1b-sno")
-TURNS = (4, 2)  # micro-batches per stage; of many stages, or many devices, the first alone
+TURNS = (4, 2, 1)  # micro-batches per stage; of many stages, or many devices, the first alone
 DEEPEST = 32  # stages
 
 
@@ -39,8 +39,9 @@ def staged(task: Task, compute: float, best: float, *, few: bool) -> Iterator[St
         for grid in _grids(task, ranks):
             examples = grid.mesh.extent(DATA) if DATA in grid.mesh.names else 1
             turns = TURNS[:1] if few or count >= 8 else TURNS
-            for micro in dict.fromkeys(min(turn * count, task.batch // examples) for turn in turns):
-                if micro < 2 or compute * (micro + count - 1) / micro > best:
+            whole = () if few else (1,)  # as exact as one device even where examples of a batch depend on each other
+            for micro in dict.fromkeys((*(min(turn * count, task.batch // examples) for turn in turns), *whole)):
+                if micro < 1 or compute * (micro + count - 1) / micro > best:
                     continue
                 try:
                     if micro not in graphs:

@@ -43,10 +43,12 @@ class Joined:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        import torch.distributed as dist
+        from fourfold.runtime.train import forget
+        from fourfold.runtime.world import leave
 
         if error is None:  # after a failure the others are waiting for us elsewhere: torchrun ends them
-            dist.destroy_process_group()
+            forget()
+            leave()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         import torch.distributed as dist

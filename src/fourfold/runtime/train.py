@@ -138,18 +138,25 @@ def _like(example: Tensor, generator: torch.Generator) -> Tensor:
 
 
 _running: dict[str, Trainer] = {}  # of this process: a rank is told its task once, then to go step by step
+NOW = "now"
 
 
-def begin(task: Task, seed: int) -> None:
-    """Bind the task to this rank."""
-    _running["now"] = Trainer(task, seed)
+def begin(task: Task, seed: int, name: str = NOW) -> None:
+    """Bind the task to this rank; under different names several can take turns."""
+    _running.pop(name, None)
+    _running[name] = Trainer(task, seed)
 
 
-def one_step(number: int) -> tuple[float, float]:
+def forget() -> None:
+    """End all tasks."""
+    _running.clear()
+
+
+def one_step(number: int, name: str = NOW) -> tuple[float, float]:
     """One step of the task begun."""
-    return _running["now"].step(number)
+    return _running[name].step(number)
 
 
 def afterwards() -> Measured:
     """The figures of the task begun, when its steps are over."""
-    return _running["now"].afterwards()
+    return _running[NOW].afterwards()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import itertools
 import os
 from collections.abc import Iterable
@@ -65,6 +67,7 @@ class World:
             if device.type == "cpu":
                 keep_memory()
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            atexit.register(leave)
 
     @property
     def wide(self) -> tuple[str, ...]:
@@ -161,6 +164,16 @@ class World:
 
 _shared: dict[tuple[Any, ...], World] = {}
 _stages: dict[tuple[Any, ...], World | None] = {}
+
+
+def leave() -> None:
+    """Let go of all groups and end their threads while the interpreter still runs. One that frees a message later, when it
+    has begun to end, brings the process down with it: of twenty pipelines under torchrun, four ended so."""
+    _shared.clear()
+    _stages.clear()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _made(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> list[Any]:
