@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.setup-done
 DEMO   := build/demo
+MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench accuracy verify-all clean
@@ -24,13 +25,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "setup: done, the command is $(BIN)/fourfold"
 
-demo: setup  ## measure this machine, plan, prove and train a small network on two processes
+demo: setup  ## measure this machine, find the best plan for it, train with it on two processes, write a page about it
 	@mkdir -p $(DEMO)
 	$(BIN)/fourfold calibrate --ranks 2 -o $(DEMO)/cluster.toml
-	$(BIN)/fourfold inspect vgg16-cifar
-	$(BIN)/fourfold plan vgg16-cifar --cluster $(DEMO)/cluster.toml --strategy data --devices 2 --batch 16 -o $(DEMO)/plan.json
-	$(BIN)/fourfold verify vgg16-cifar --plan $(DEMO)/plan.json --ranks 2 --no-predict
-	$(BIN)/fourfold train vgg16-cifar --cluster $(DEMO)/cluster.toml --plan $(DEMO)/plan.json --ranks 2 --steps 5
+	$(BIN)/fourfold plan $(MODEL) --cluster $(DEMO)/cluster.toml --devices 2 --batch 16 --measure -o $(DEMO)/best.json
+	$(BIN)/fourfold explain $(DEMO)/best.json
+	$(BIN)/fourfold verify $(MODEL) --plan $(DEMO)/best.json --ranks 2 --no-predict
+	$(BIN)/fourfold train $(MODEL) --cluster $(DEMO)/cluster.toml --strategy data --ranks 2 --batch 16 --data digits --record $(DEMO)/data.json
+	$(BIN)/fourfold train $(MODEL) --cluster $(DEMO)/cluster.toml --plan $(DEMO)/best.json --ranks 2 --data digits --record $(DEMO)/run.json
+	$(BIN)/fourfold report $(DEMO)/best.json $(DEMO)/data.json $(DEMO)/run.json -o $(DEMO)/report.html
+	@echo "demo: done. Open $(DEMO)/report.html in a browser; then docs/README.md, or \`$(BIN)/fourfold --help\`."
 
 test: setup  ## the tests (without those marked slow, gpu or foreign)
 	@$(BIN)/python -m pytest -q

@@ -63,11 +63,13 @@ def best(ranking: Ranking) -> Candidate:
 @pytest.mark.parametrize("name", ["alexnet", pytest.param("vgg16", marks=pytest.mark.slow)])
 def test_on_a_slow_network_convolutions_go_by_batch_and_the_classifier_by_its_weights(name: str) -> None:
     found = ranked(name, "ethernet-1g", 8, 256)
-    plan = best(found).plan
-    assert splits(plan, ["features"]) == {"batch"}
-    assert splits(plan, ["classifier"]) & {"filter", "channel"} and "batch" not in splits(plan, ["classifier"])
+    one = next(c for c in found.candidates if not c.plan.stages)
+    assert splits(one.plan, ["features"]) == {"batch"}
+    assert splits(one.plan, ["classifier"]) & {"filter", "channel"} and "batch" not in splits(one.plan, ["classifier"])
     data = next(c for c in found.candidates if c.plan.strategy == "data")
-    assert best(found).seconds < data.seconds / 3
+    assert one.seconds < data.seconds / 3
+    first = best(found)  # alexnet's is faster still: the classifier on a rank of its own, as PipeDream has it
+    assert first is one or [len(stage.ranks) for stage in first.plan.stages] == [7, 1]
 
 
 def test_with_fast_links_and_many_examples_data_parallelism_wins() -> None:

@@ -21,7 +21,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.balance import balanced, least_loaded
+from fourfold.plans.balance import balanced, least_loaded, least_loaded_by
 from fourfold.plans.boundary import Side, incoming, outgoing
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import BLOCKING, Pipeline, Task, check_runnable, pipeline
@@ -410,3 +410,25 @@ def test_a_composed_plan_lowers_and_every_stage_has_its_loss_share(strategy: str
     keys = [p.key for part in run.parts for p in part.graph.parameters]
     assert sorted(keys) == sorted(p.key for p in graph_of("vgg16-cifar").parameters)
     assert all(set(part.programs) == set(run.plan.sizes) for part in run.parts)
+
+
+def test_stages_of_different_sizes_are_cut_as_trying_everything_says() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        count, ranks, length = int(rng.integers(2, 4)), int(rng.integers(3, 6)), int(rng.integers(4, 7))
+        work = [np.cumsum(rng.random(length)) for _ in range(ranks)]
+        loads = [{r: (work[r - 1][None, :] - work[r - 1][:, None]) / r for r in range(1, ranks)} for _ in range(count)]
+        found = least_loaded_by(loads, ranks)
+        tried = []
+        for cuts in itertools.combinations(range(1, length - 1), count - 1):
+            ends = (0, *cuts, length - 1)
+            for sizes in itertools.product(range(1, ranks), repeat=count):
+                if sum(sizes) == ranks:
+                    tried.append(max(loads[k][r][ends[k], ends[k + 1]] for k, r in enumerate(sizes)))
+        if not tried:
+            assert found is None
+            continue
+        assert found is not None and found[2] == pytest.approx(min(tried))
+        ends = (0, *found[0], length - 1)
+        assert max(loads[k][r][ends[k], ends[k + 1]] for k, r in enumerate(found[1])) == pytest.approx(found[2])
+        assert sum(found[1]) == ranks

@@ -19,6 +19,7 @@ from fourfold.cli.options import (
     Predict,
     RankCount,
     Recompute,
+    Record,
     Schedule,
     Seed,
     Stages,
@@ -29,8 +30,9 @@ from fourfold.cli.options import (
     chosen,
     one_of,
 )
-from fourfold.cli.output import check_place, write_timelines
+from fourfold.cli.output import check_place, write_record, write_timelines
 from fourfold.cli.plan import plan
+from fourfold.cli.report import report
 from fourfold.cli.simulate import simulate
 from fourfold.cli.voice import Voice
 
@@ -115,6 +117,7 @@ def inspect(
 app.command()(plan)
 app.command()(explain)
 app.command()(simulate)
+app.command()(report)
 
 
 @app.command()
@@ -135,6 +138,7 @@ def verify(
     seed: Seed = 0,
     cluster: Calibrated = None,
     predict: Predict = True,
+    record_file: Record = None,
     as_json: Json = False,
 ) -> int:
     """Whether a plan gives the numbers of one process: exit code 1 if not."""
@@ -150,6 +154,7 @@ def verify(
         options = asked(stages, microbatches, schedule, recompute, zero)
         loaded = chosen(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
+        check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
             said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
@@ -160,6 +165,7 @@ def verify(
     record = verify_record(
         verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=said
     )
+    write_record(record, record_file)
     voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=said))
     return 0 if verdict.equal else 1
 
@@ -171,6 +177,7 @@ def train(
     strategy: Strategy = None,
     ranks: RankCount = None,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = 10,
+    data: Annotated[str, typer.Option("--data", help="synthetic, or digits: scikit-learn's images.")] = "synthetic",
     batch: Batch = None,
     precision: Annotated[str, typer.Option("--precision", help="fp32 or fp64.")] = "fp32",
     stages: Stages = None,
@@ -183,9 +190,10 @@ def train(
     cluster: Calibrated = None,
     predict: Predict = True,
     trace: Trace = None,
+    record_file: Record = None,
     as_json: Json = False,
 ) -> None:
-    """Train on made-up data under a plan."""
+    """Train under a plan, on made-up data or a set of examples."""
     voice = Voice(json=as_json)
     with voice.working(f"capturing {model}") as say:
         from fourfold.report.record import train_record
@@ -198,6 +206,7 @@ def train(
         loaded = chosen(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
         check_place(trace)
+        check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
             said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
@@ -207,11 +216,13 @@ def train(
                 say(f"step {step} of {steps}")
                 voice.line(step_text(step, steps, loss, seconds))
 
-            history = run(seen, made, team, steps=steps, precision=precision, optimizer=optimizer, seed=seed, told=told)
+            history = run(seen, made, team, steps=steps, precision=precision, optimizer=optimizer, seed=seed, data=data,
+                          told=told)  # fmt: skip
     file = write_timelines(said, history.timeline, made, trace) if trace is not None else None
     record = train_record(
         history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file
     )
+    write_record(record, record_file)
     voice.answer(record, lambda: history_text(history, said))
 
 

@@ -36,7 +36,7 @@ def explain(
         from fourfold.runtime.subject import subject
 
         plan = load_plan(file)
-        made = _made_for(file, plan, cluster, precision, optimizer)
+        made = judged_for(file, plan, cluster, precision, optimizer)
         say(f"capturing {plan.model}")
         seen = subject(plan.model, batch=plan.batch, data=False)
         plan.check(seen.graph)
@@ -47,7 +47,7 @@ def explain(
     voice.answer(explanation_record(told, model=plan.model), lambda: explanation_text(told, model=plan.model))
 
 
-def _made_for(file: Path, plan: Plan, cluster: str | None, precision: str | None, optimizer: str | None) -> dict[str, Any]:
+def judged_for(file: Path, plan: Plan, cluster: str | None, precision: str | None, optimizer: str | None) -> dict[str, Any]:
     """What the plan is judged for: as it was made, unless something else is asked."""
     if not plan.model:
         raise InvalidInput(f"{file} names no model; write it with `fourfold plan -o`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import InvalidInput
 from fourfold.timeline import Timeline
@@ -39,6 +39,14 @@ def written(write: Callable[[], object], path: Path) -> None:
         write()
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_record(record: dict[str, Any], path: Path | None) -> None:
+    """What `--json` prints as a file, on the rank that speaks."""
+    from fourfold.runtime.crew import is_leader
+
+    if path is not None and is_leader():
+        written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
 
 
 def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan, path: Path) -> str | None:

@@ -30,6 +30,7 @@ from fourfold.cli.options import (
     settle,
 )
 from fourfold.cli.output import check_place, check_trace, write_trace, written
+from fourfold.cli.report import SECONDS, WhatIf, write_page
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
@@ -57,6 +58,8 @@ def plan(
     fix: Annotated[list[str] | None, typer.Option("--fix", metavar="OPS=SPLIT", help=FIX, show_default=False)] = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds to search at most.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help=MEASURE)] = False,
+    report: Annotated[Path | None, typer.Option("--report", help="Write a page about the plans to this HTML file.")] = None,
+    what_if: WhatIf = SECONDS,
     as_json: Json = False,
 ) -> int:
     """Finds the best plan or, with --strategy, says how that splits a model; what it would cost; `-o` writes the plan.
@@ -70,9 +73,9 @@ def plan(
             raise InvalidInput("--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
                                "or leave them to the search")  # fmt: skip
         return _searched(voice, model, devices, cluster, batch, precision, optimizer, cost_model, output, trace, top, fix or [],
-                         time_limit, measure)  # fmt: skip
-    if fix or time_limit is not None or measure:
-        raise InvalidInput("--fix, --time-limit and --measure are for the search; leave --strategy out")
+                         time_limit, measure, report, what_if)  # fmt: skip
+    if fix or time_limit is not None or measure or report is not None:
+        raise InvalidInput("--fix, --time-limit, --measure and --report are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
@@ -116,7 +119,7 @@ def plan(
 def _searched(
     voice: Voice, model: str, devices: int, cluster: str | None, batch: int | None, precision: str, optimizer: str,
     cost_model: str, output: Path | None, trace: Path | None, top: int, fix: list[str], time_limit: float | None,
-    measure: bool,
+    measure: bool, report: Path | None, what_if: float,
 ) -> int:  # fmt: skip
     """The plan the planner finds."""
     if cost_model != "fourfold":
@@ -133,6 +136,7 @@ def _searched(
         asked_for = setting(cluster or LOCAL, devices, precision, optimizer, cost_model)
         fixed = tuple(_fixed(text) for text in fix)
         check_place(output)
+        check_place(report)
         check_trace(trace, asked_for)
         seen = subject(model, batch=batch, data=False)
         settle()
@@ -152,9 +156,12 @@ def _searched(
             made_for = _made_for(cluster or LOCAL, precision, optimizer)
             written(lambda: save_plan(seen.adopted(best.plan), output, made_for=made_for), output)
         traced = write_trace(figures_of(best.prediction), trace) if best is not None else None
+        if report is not None and is_leader():
+            write_page(report, found, model=model, cluster=cluster or LOCAL, limit=what_if, told=lambda words, *_: say(words))
     file = str(output) if output is not None and best is not None else None
-    record = ranking_record(found, model=model, top=top, file=file, trace=traced)
-    voice.answer(record, lambda: ranking_text(found, model=model, top=top, files=[path for path in (file, traced) if path]))
+    files = [path for path in (file, traced, str(report) if report is not None else None) if path]
+    record = {**ranking_record(found, model=model, top=top, file=file, trace=traced), "report": str(report) if report else None}
+    voice.answer(record, lambda: ranking_text(found, model=model, top=top, files=files))
     return 0 if best is not None else 1
 
 

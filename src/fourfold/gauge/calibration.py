@@ -8,6 +8,7 @@ ranks do for it is in `collectives`.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, local
+from fourfold.cluster.local import usable_cores
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates
@@ -144,7 +146,9 @@ def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
             kinds += ["send"] if size == 2 else []
             kinds += ["shared_gather", "shared_sum"] if inside else []
             level = LOOPBACK if inside else "network"
-            out += [Request(collective=kind, groups=groups, level=level, effort=effort) for kind in kinds]
+            busy = Counter(hosts[rank] for group in groups for rank in group)
+            crowd = max(1.0, max(busy.values()) / usable_cores())
+            out += [Request(collective=kind, groups=groups, level=level, effort=effort, crowd=crowd) for kind in kinds]
     unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
     return list(reversed(unique.values()))
 

@@ -2,7 +2,8 @@
 
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
 woken. So each repetition computes for a moment first. What counts is the time from coming to it until it is done, on the
-average rank: waiting for the later ones is part of it.
+average rank: waiting for the later ones is part of it. Where ranks take turns on cores, part of that waiting is for others to
+compute, which the oracle counts as computing already: there it is the time of a repetition less that of computing in turn.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Request:
     groups: tuple[tuple[int, ...], ...]
     level: str
     effort: Effort
+    crowd: float = 1.0  # of the ranks that communicate, how many take turns on a core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ def measured(request: Request) -> Found:
     for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))
         spent = _once(once)
-        blocks[size] = _block(once, stretch, group, max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent))))
+        repeats = max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent)))
+        blocks[size] = _block(once, stretch, group, request.crowd, repeats)
         if spent * larger / size > SLOWEST:
             break
     if group is not None:
@@ -110,19 +113,19 @@ def _once(once: Callable[[], Any]) -> float:
     return float(spent)
 
 
-def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, repeats: int) -> _Block:
+def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, crowd: float, repeats: int) -> _Block:
     """Computing and the collective, several times: the mean over all ranks that take part, without the longest few."""
     dist.barrier()
     spent, computing = [], []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.thread_time()
         stretch()
-        came = time.perf_counter()
+        came, busy = time.perf_counter(), time.thread_time() - busy
         once()
-        spent.append(time.perf_counter() - came)
+        done = time.perf_counter()
+        spent.append(done - came if crowd == 1 else done - begun - crowd * busy)
         computing.append(came - begun)
-    busy = float(group is not None)
-    sums = busy * torch.tensor([*spent, *computing, 1.0], dtype=torch.float64)
+    sums = float(group is not None) * torch.tensor([*spent, *computing, 1.0], dtype=torch.float64)
     dist.all_reduce(sums)
     shared = (sums[:-1] / sums[-1]).tolist()
     return _Block(_mean(shared[:repeats]), statistics.mean(shared[repeats:]), repeats)

@@ -145,8 +145,16 @@ def nest_of(op: Op, graph: Graph) -> Nest:
     if op.name not in memo:
         found = find_rule(op)
         nest = found(op, graph) if found else None
-        memo[op.name] = nest if nest is not None else replicated(op, graph)
+        memo[op.name] = same(nest if nest is not None else replicated(op, graph), graph)
     return memo[op.name]
+
+
+def same(nest: Nest, graph: Graph) -> Nest:
+    """The first nest of a graph that equals this one: layers repeat, and what is derived of one holds for all."""
+    known: dict[tuple[Any, ...], Nest] = graph.memo.setdefault("kinds of nests", {})
+    key = (nest.loops, nest.operands, nest.results, nest.linear, nest.kernel, nest.anchor, nest.flops, nest.saved,
+           tuple(nest.when.items()), nest.kept, repr(nest.detail))  # fmt: skip
+    return known.setdefault(key, nest)
 
 
 def replicated(op: Op, graph: Graph) -> Nest:

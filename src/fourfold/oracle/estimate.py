@@ -151,7 +151,8 @@ class _Estimating:
         return {**out, (0, "tie", 0): Work(seconds=0.0, still=self._ties())}
 
     def _messages(self) -> dict[tuple[int, int, str], float]:
-        """Seconds of what one stage sends another for one micro-batch, the ranks of both in parallel."""
+        """Seconds of what one stage sends another for one micro-batch, the ranks of both in parallel; what one rank gives to
+        several, or takes from several, goes through its link one after the other."""
         out: dict[tuple[int, int, str], float] = {}
         size = self.plan.sizes[0]
         for crossing in self.pipeline.crossings:
@@ -166,12 +167,16 @@ class _Estimating:
         here, there = (self._side(stage, value, size) for stage in (source, target))
         dtype = self.pipeline.loss.graph.values[value].dtype
         item = ITEM_BYTES[self.dtypes.get(dtype, dtype)]
-        largest: dict[tuple[object, ...], tuple[int, tuple[int, int]]] = {}
+        moved: dict[tuple[object, ...], int] = {}  # by kind of pair: what each gives, and what each takes
+        pairs: dict[tuple[object, ...], tuple[int, int]] = {}
         for giver, taker, numel in sizes(here, there):
             if giver != taker:
                 kind = pair_kind(self.cluster, giver, taker)
-                largest[kind] = max(largest.get(kind, (0, (0, 0))), (numel, (giver, taker)))
-        costs = (self.prices.collective("send", (pair,), float(numel * item)) for numel, pair in largest.values())
+                pairs[kind] = giver, taker
+                for end in ((kind, "gives", giver), (kind, "takes", taker)):
+                    moved[end] = moved.get(end, 0) + numel
+        largest = {kind: max(numel for (other, _, _), numel in moved.items() if other == kind) for kind in pairs}
+        costs = (self.prices.collective("send", (pairs[kind],), float(numel * item)) for kind, numel in largest.items())
         return max((cost.seconds for cost in costs), default=0.0)
 
     def _side(self, stage: int, value: str, size: int) -> Side:

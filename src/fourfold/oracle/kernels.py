@@ -96,7 +96,7 @@ def kernel_of(
     return Kernel(
         target=step.op.target,
         way=":".join([step.nest.kernel, *split]),
-        arguments=_arguments(step.op),
+        arguments=_arguments(step.op, graph),
         operands=operands,
         results=results,
         gradients=tuple(gradients.get(name, False) and graph.values[name].is_float for name in step.op.operands),
@@ -109,8 +109,15 @@ def _share(step: Compute, coords: Coords) -> float:
     return math.prod(len(own.at(coords)) / own.size for own in step.loops.values() if own.size)
 
 
-def _arguments(op: Op) -> str:
-    """The call with its tensors numbered instead of named."""
+def _arguments(op: Op, graph: Graph) -> str:
+    """The call with its tensors numbered instead of named, worked out once."""
+    known: dict[str, str] = graph.memo.setdefault("arguments", {})
+    if op.name not in known:
+        known[op.name] = _numbered(op)
+    return known[op.name]
+
+
+def _numbered(op: Op) -> str:
     numbers: dict[str, int] = {}
 
     def leaf(value: Any) -> Any:

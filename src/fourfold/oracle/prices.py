@@ -47,13 +47,20 @@ class Prices:
     precision: Precision = "fp32"
     kernels: Mapping[str, KernelTime] = field(default_factory=dict)
     _traffic: dict[tuple[tuple[int, ...], ...], Traffic] = field(default_factory=dict, compare=False)
+    _times: dict[tuple[Kernel, str, float], KernelTime] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on(self, cluster: Cluster) -> Prices:
         """The same tables on another cluster."""
         return replace(self, cluster=cluster, _traffic={})
 
     def kernel(self, kernel: Kernel, rank: int) -> KernelTime:
-        """The time of a kernel on a rank's device."""
+        """The time of a kernel on a rank's device; layers repeat, and each is looked up once."""
+        key = kernel, self.cluster.device(rank).name, self.share(rank)
+        if key not in self._times:
+            self._times[key] = self._kernel(kernel, rank)
+        return self._times[key]
+
+    def _kernel(self, kernel: Kernel, rank: int) -> KernelTime:
         device = self.cluster.device(rank)
         found = self.kernels.get(kernel.key) or self._fitted(kernel, device)
         if found is not None:

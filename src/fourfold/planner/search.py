@@ -198,7 +198,7 @@ class _Search:
         out = []
         compute = min((c.estimate.breakdown["compute"] for c in self.found if not c.plan.stages), default=0.0)
         best = self.fastest if self._fits else float("inf")
-        for found in staged(self.task, compute, best, few=self._large):
+        for found in staged(self.task, compute, best, few=self._large, mixed=bool(self._mixed)):
             if isinstance(found, Staged):
                 self.say(f"{len(found.plan.stages)} stages in {found.plan.microbatches} micro-batches")
                 out.append((False, found.cost, 0.0, found.plan))

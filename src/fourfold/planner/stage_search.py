@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fourfold.errors import Infeasible
 from fourfold.planner.meshes import DATA, EVERY, MODEL, Grid
 from fourfold.planner.solve import solve
 from fourfold.planner.split_search import ROOM, Splitting, emitted
-from fourfold.planner.stages import Partition, layers, partition
+from fourfold.planner.stages import Partition, boundaries, layers, load, partition
 from fourfold.planner.task import AUTO, Refusal, Task
 from fourfold.plans.additive import microbatched
+from fourfold.plans.balance import least_loaded_by
 from fourfold.plans.mesh import Mesh, divisors
 from fourfold.plans.plan import Plan, Stage
 from fourfold.plans.schedule import schedule_named
 
 SCHEDULES = ("1f1b-so", "1f1b-sno")
-TURNS = (4, 2, 1)  # micro-batches per stage; of many stages, or many devices, the first alone
+TURNS = (4, 2)  # micro-batches per stage; of many stages, or many devices, the first alone
+MANY = 16  # devices up to which stages of different sizes are tried
+FEW = 4  # devices on which as many micro-batches as stages are tried too: larger ones, which small networks need
 DEEPEST = 32  # stages
 
 
@@ -29,17 +36,17 @@ class Staged:
     cost: float
 
 
-def staged(task: Task, compute: float, best: float, *, few: bool) -> Iterator[Staged | Refusal]:
-    """Plans of two stages and more; `few`: not every number of stages and micro-batches. Those are passed over whose bubble
-    alone makes them slower than `best`: `compute` is how long the devices together need without one, with kernels no
-    smaller."""
+def staged(task: Task, compute: float, best: float, *, few: bool, mixed: bool) -> Iterator[Staged | Refusal]:
+    """Plans of two stages and more; `few`: not every number of stages and micro-batches; `mixed`: micro-batches change the
+    numbers, so that the whole batch is tried as one. Those are passed over whose bubble alone makes them slower than `best`:
+    `compute` is how long the devices together need without one, with kernels no smaller."""
     graphs: dict[int, Splitting] = {}
+    whole = (1,) if mixed and not few else ()  # exact, where examples of a micro-batch depend on each other
     for count in (n for n in divisors(task.devices) if 1 < n <= (DEEPEST // 2 if few else DEEPEST)):
         ranks = task.devices // count
         for grid in _grids(task, ranks):
             examples = grid.mesh.extent(DATA) if DATA in grid.mesh.names else 1
-            turns = TURNS[:1] if few or count >= 8 else TURNS
-            whole = () if few else (1,)  # as exact as one device even where examples of a batch depend on each other
+            turns = TURNS[:1] if few or count >= 8 else (*TURNS, 1) if task.devices <= FEW else TURNS
             for micro in dict.fromkeys((*(min(turn * count, task.batch // examples) for turn in turns), *whole)):
                 if micro < 1 or compute * (micro + count - 1) / micro > best:
                     continue
@@ -49,6 +56,61 @@ def staged(task: Task, compute: float, best: float, *, few: bool) -> Iterator[St
                     yield from _cut(task, graphs[micro], grid, count, micro)
                 except Infeasible as reason:
                     yield Refusal(strategy=f"{AUTO} {count} stages", reason=str(reason))
+    for count in () if few or mixed else _uneven(task):
+        micro = min(TURNS[0] * count, task.batch)
+        if compute * (micro + count - 1) / micro <= best:
+            try:
+                graphs.setdefault(micro, Splitting(task, microbatched(task.graph, task.batch, micro).graph))
+                yield from uneven(task, graphs[micro], count, micro)
+            except Infeasible as reason:
+                yield Refusal(strategy=f"{AUTO} {count} unequal stages", reason=str(reason))
+
+
+def _uneven(task: Task) -> range:
+    """Numbers of stages of different sizes worth a look: on few devices, all of one kind."""
+    alike = len({kind.name for kind, _ in task.cluster.runs_in_use()}) == 1
+    return range(2, 4 if task.devices <= FEW else 3) if alike and 2 < task.devices <= MANY else range(0)
+
+
+def uneven(task: Task, splitting: Splitting, count: int, micro: int) -> Iterator[Staged]:
+    """The best stages of different numbers of ranks, each taking its share of the examples: cuts and numbers together, as in
+    PipeDream, by dynamic programming over the boundary and the ranks that are left.
+
+    best[s][u, j] = min over i < j and r of max(best[s-1][u-r, i], load[r][i, j])
+    """
+    size, known = -(-task.batch // micro), {op.path for op in task.graph.ops}
+    kinds = {}
+    for ranks in range(1, min(task.devices - count + 1, size) + 1):
+        grid = Grid(mesh=Mesh.of(data=ranks), splits={DATA: ("batch",)})
+        surrogate = splitting.surrogate(grid, tuple(range(ranks)), size, micro)
+        solution = solve(surrogate.problem(0.0))
+        assert solution is not None
+        kinds[ranks] = layers(splitting.graph, surrogate, solution.choice, known), surrogate.rules(solution.choice)
+    turns = schedule_named(SCHEDULES[0], count, micro)
+    inner, room = boundaries(kinds[1][0], count), ROOM * task.cluster.memory(0)
+
+    def loaded(ranks: int, stage: int) -> np.ndarray:
+        def transfer(moved: float) -> float:
+            return task.setting.prices.collective("send", ((0, ranks),), moved / ranks).seconds
+
+        return load(kinds[ranks][0], inner, speed=1.0, flight=turns.in_flight(stage), room=room, transfer=transfer)
+
+    loads = [{ranks: loaded(ranks, stage) for ranks in kinds} for stage in range(count)]
+    found = least_loaded_by(loads, task.devices)
+    if found is None or len(set(found[1])) == 1:  # equal ones were tried
+        return
+    cuts, sizes, slowest = found
+    begins = [0, *(inner[k - 1] for k in cuts)]
+    paths, ends = kinds[1][0].paths, [0, *itertools.accumulate(sizes)]
+    homes = {path: bisect.bisect_right(begins, k) - 1 for k, path in enumerate(paths)}
+    rules = tuple(rule for k, r in enumerate(sizes) for rule in kinds[r][1] if homes[rule[0]] == k)
+    plan = emitted(task.graph, task.batch, Mesh.of(data=sizes[0]), rules)
+    stages = tuple(
+        Stage(first=paths[begin], ranks=tuple(range(*ends[k : k + 2])), mesh=Mesh.of(data=sizes[k]))
+        for k, begin in enumerate(begins)
+    )
+    made = replace(plan, inputs={DATA: "batch"}, stages=stages, microbatches=micro, schedule=SCHEDULES[0])
+    yield Staged(plan=made, cost=(micro + count - 1) * slowest)
 
 
 def _grids(task: Task, ranks: int) -> Iterator[Grid]:
@@ -87,8 +149,7 @@ def _cut(task: Task, splitting: Splitting, grid: Grid, count: int, micro: int) -
         yield Refusal(strategy=f"{AUTO} {count} stages of {grid.mesh}", reason="no cut fits the devices' memory")
         return
     schedule, found = best
-    often = sum(surrogate.options[k][c][1].sums + surrogate.options[k][c][1].update for k, c in enumerate(solution.choice))
-    cost = (micro + count - 1) * found.slowest + often / count
+    cost = (micro + count - 1) * found.slowest
     plan = emitted(task.graph, task.batch, grid.mesh, surrogate.rules(solution.choice))
     stages = tuple(
         Stage(first=first, ranks=tuple(range(k * ranks, (k + 1) * ranks)), mesh=plan.mesh)

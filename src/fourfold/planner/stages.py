@@ -21,7 +21,8 @@ from fourfold.plans.balance import alive_bytes, heads, least_loaded, places
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """By op, in order: what it takes and holds on one rank; `alive`: bytes over the boundary before it."""
+    """By op, in order: what it takes for a micro-batch, with its share of what comes once a step, and holds on a rank; `alive`:
+    bytes over the boundary before it."""
 
     paths: tuple[str, ...]
     seconds: np.ndarray
@@ -52,6 +53,7 @@ def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], known: Col
         priced, anchor = surrogate.options[knot.index][c][1], at[knot.anchor.path]
         for op, spent in zip(knot.graph.ops, priced.ops, strict=True):
             seconds[at.get(op.path, anchor)] += spent
+        seconds[anchor] += (priced.sums + priced.update) / surrogate.place.microbatches
         stored[anchor] += priced.stored
         kept[anchor] += priced.kept
     for (j, k), table in problem.pairs.items():
@@ -66,16 +68,29 @@ def partition(
 ) -> Partition | None:
     """The best cut into as many stages as there are speeds, or None if none fits. `speeds`: of the stages' devices, relative;
     `flights`: micro-batches in flight; `rooms`: bytes; `transfer`: seconds of so many bytes from stage to stage."""
-    inner = [k for k in places(some.seconds, some.alive, list(some.heads), len(speeds), "stages") if some.known[k]]
-    ends = np.array([0, *inner, len(some.paths)])
-    sent = np.array([0.0, *(2 * transfer(float(some.alive[k])) for k in inner), 0.0])
-    total, stored, kept = (np.concatenate([[0.0], np.cumsum(x)])[ends] for x in (some.seconds, some.stored, some.kept))
-    loads = []
-    for speed, flight, room in zip(speeds, flights, rooms, strict=True):
-        load = (total[None, :] - total[:, None]) / speed + sent[None, :] + sent[:, None]
-        held = stored[None, :] - stored[:, None] + flight * (kept[None, :] - kept[:, None])
-        loads.append(np.where(held <= room, load, np.inf))
+    inner = boundaries(some, len(speeds))
+    kinds = zip(speeds, flights, rooms, strict=True)
+    loads = [load(some, inner, speed=v, flight=flight, room=room, transfer=transfer) for v, flight, room in kinds]
     cuts, slowest = least_loaded(loads)
     if not np.isfinite(slowest):
         return None
+    ends = np.array([0, *inner])
     return Partition(firsts=tuple(some.paths[int(k)] for k in (0, *ends[cuts])), slowest=slowest)
+
+
+def boundaries(some: Layers, count: int) -> list[int]:
+    """Where so many stages may begin, the first left out."""
+    return [k for k in places(some.seconds, some.alive, list(some.heads), count, "stages") if some.known[k]]
+
+
+def load(
+    some: Layers, inner: Sequence[int], *, speed: float, flight: int, room: float, transfer: Callable[[float], float]
+) -> np.ndarray:
+    """Seconds of a stage for a micro-batch from every boundary, the beginning first, to every other, the end last; infinite
+    where it does not fit."""
+    ends = np.array([0, *inner, len(some.paths)])
+    sent = np.array([0.0, *(2 * transfer(float(some.alive[k])) for k in inner), 0.0])
+    total, stored, kept = (np.concatenate([[0.0], np.cumsum(x)])[ends] for x in (some.seconds, some.stored, some.kept))
+    spent = (total[None, :] - total[:, None]) / speed + sent[None, :] + sent[:, None]
+    held = stored[None, :] - stored[:, None] + flight * (kept[None, :] - kept[:, None])
+    return np.where(held <= room, spent, np.inf)

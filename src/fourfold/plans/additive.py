@@ -49,7 +49,15 @@ class MicroLoss:
 
 
 def microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
-    """The loss of a batch of this size in this many micro-batches; refuses a loss that is no sum over samples."""
+    """The loss of a batch of this size in this many micro-batches; refuses a loss that is no sum over samples. The same value
+    each time, with what was derived from its graph."""
+    known: dict[tuple[int, int], MicroLoss] = graph.memo.setdefault("microbatched", {})
+    if (batch, microbatches) not in known:
+        known[batch, microbatches] = _microbatched(graph, batch, microbatches)
+    return known[batch, microbatches]
+
+
+def _microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
     if microbatches == 1:
         return MicroLoss(graph=graph, fixed={}, counted={})
     if graph.batch is not None:

@@ -7,7 +7,8 @@ as can be, a byte that crosses being charged as so many FLOPs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -112,3 +113,38 @@ def least_loaded(loads: Sequence[np.ndarray]) -> tuple[list[int], float]:
         at = int(choice[at])
         cuts.append(at)
     return cuts[::-1], float(best[-1])
+
+
+def least_loaded_by(loads: Sequence[Mapping[int, np.ndarray]], ranks: int) -> tuple[list[int], list[int], float] | None:
+    """As `least_loaded` where pieces may have different numbers of ranks, `ranks` together: `loads` by piece and by its ranks.
+    The cuts, the ranks of each piece and the most loaded one's load; None if nothing is allowed.
+
+    best[s][u][j] = min over i < j and r of max(best[s-1][u - r][i], load[s][r][i, j])
+    """
+    length = len(next(iter(loads[0].values())))
+    start = np.full(length, np.inf)
+    start[0] = 0.0
+    best, back = {0: start}, list[dict[int, tuple[np.ndarray, np.ndarray]]]()
+    later = np.tri(length, dtype=bool)
+    for by_ranks in loads:
+        now: dict[int, np.ndarray] = {}
+        froms: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for (used, before), (more, load) in itertools.product(best.items(), by_ranks.items()):
+            joined = np.maximum(before[:, None], np.where(later, np.inf, load))
+            value, at, total = joined.min(0), joined.argmin(0), used + more
+            if total not in now:
+                now[total], froms[total] = np.full(length, np.inf), (np.zeros(length, int), np.zeros(length, int))
+            better = value < now[total]
+            now[total] = np.where(better, value, now[total])
+            froms[total] = (np.where(better, at, froms[total][0]), np.where(better, more, froms[total][1]))
+        best = {used: found for used, found in now.items() if used <= ranks}
+        back.append(froms)
+    if ranks not in best or not np.isfinite(best[ranks][-1]):
+        return None
+    cuts, sizes, at, used = list[int](), list[int](), length - 1, ranks
+    for found in reversed(back):
+        where, more = int(found[used][0][at]), int(found[used][1][at])
+        sizes.append(more)
+        cuts.append(where)
+        at, used = where, used - more
+    return cuts[-2::-1], sizes[::-1], float(best[ranks][-1])

@@ -14,7 +14,7 @@ from typing import Any
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph, Op, Size
 from fourfold.index import IndexSet
-from fourfold.ops.nest import Nest, Window, nest_of
+from fourfold.ops.nest import Nest, Window, nest_of, same
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.hints import Hints, block_hints, domain_dims
 from fourfold.plans.layout import Layout
@@ -168,11 +168,11 @@ class _Lowering:
         given = [None if name in self.free else self.layouts[name] for name in op.operands]
         splits = explicit if nest.anchor or set(explicit.values()) <= {"replicate"} else self._offered(nest, explicit)
         splits = {**self._scattered(op, nest, given, splits), **splits}
-        placement = place(nest, self.mesh, splits, given, wanted=wanted, where=op.path)
+        placement = self._placed(op, nest, splits, given, wanted)
         if self.chooser is not None and nest.anchor:
             other = self.chooser(op, nest, splits, placement)
             if other is not None:
-                placement = place(nest, self.mesh, other, given, wanted=wanted, where=op.path)
+                placement = self._placed(op, nest, other, given, wanted)
         inputs = []
         for name, need in zip(op.operands, placement.needs, strict=True):
             if name in self.free and name not in self.leaves:
@@ -195,6 +195,16 @@ class _Lowering:
                 rows=self._rows(op),
             )
         )
+
+    def _placed(
+        self, op: Op, nest: Nest, splits: Mapping[str, str], given: list[Layout | None], wanted: Layout | None
+    ) -> Placement:
+        """The op placed: once for all layers that are alike, in all plans of the graph."""
+        known: dict[tuple[Any, ...], Placement] = self.graph.memo.setdefault("placements", {})
+        key = (id(nest), self.mesh, tuple(splits.items()), tuple(given), wanted)  # the graph keeps its nests
+        if key not in known:
+            known[key] = place(nest, self.mesh, splits, given, wanted=wanted, where=op.path)
+        return known[key]
 
     def _rows(self, op: Op) -> Rows | None:
         """Inside a pass, the examples it has: what masks are drawn for must not depend on the passes."""
@@ -235,15 +245,15 @@ class _Lowering:
         return f"loop:{term}"
 
     def _hinted(self, op: Op, nest: Nest) -> Nest:
-        if not nest.anchor:
+        hints = self.hints.get(op.results[0], {}) if nest.anchor else {}
+        if not hints:
             return nest
-        hints = self.hints.get(op.results[0], {})
         loops = {loop.name: loop for loop in nest.loops}
         for dim, (outer, unit) in hints.items():
             terms = nest.results[0][dim]
             if len(terms) == 1 and isinstance(terms[0], str) and loops[terms[0]].size % (outer * unit) == 0:
                 loops[terms[0]] = replace(loops[terms[0]], outer=outer, unit=unit)
-        return replace(nest, loops=tuple(loops.values()))
+        return same(replace(nest, loops=tuple(loops.values())), self.graph)
 
     def _demand(self, name: str, need: Layout, nest: Nest) -> str:
         """The slot holding a value in the layout needed."""

@@ -35,7 +35,16 @@ class Cut:
 
 
 def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
-    """The graph cut before each of the ops named, the first of which opens stage 0."""
+    """The graph cut before each of the ops named, the first of which opens stage 0; the same value each time, with what was
+    derived from its graphs."""
+    known: dict[tuple[str, ...], Cut] = graph.memo.setdefault("cuts", {})
+    key = ("", *firsts[1:])
+    if key not in known:
+        known[key] = _cut(graph, key)
+    return known[key]
+
+
+def _cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     home = _homes(graph, firsts)
     live = frozenset(graph.reached & _trained(graph))
     makers = {name: min(home[op.name]) for op in graph.ops if op.name in home for name in op.results}

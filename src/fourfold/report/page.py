@@ -17,6 +17,7 @@ from fourfold.report.ranking import plan_name
 from fourfold.report.stages import options_text, ranks_text
 from fourfold.report.text import mesh_text
 from fourfold.timeline import Timeline
+from fourfold.units import bytes_text
 
 EVENTS = 3000  # of a timeline at most
 PLANS = 10
@@ -120,20 +121,25 @@ def _layers(c: Candidate, part: Part, axes: Sequence[str]) -> list[dict[str, Any
 
 
 def _spend(items: Sequence[Item], homes: Mapping[str, dict[str, Any]]) -> None:
-    """Add items to their layers; an exchange belongs to the op that follows it."""
-    waiting: list[Item] = []
+    """Add items to their layers; an exchange belongs to the op that follows it, one after all ops to the last."""
+    waiting, home = list[Item](), next(iter(homes.values()))
     for item in items:
         if item.category in EXCHANGES:
             waiting.append(item)
-        elif item.category == "compute" and item.label in homes:
-            home = homes[item.label]
+        elif item.category == "compute":
+            home = homes.get(item.label, home)
             home["compute"] += item.seconds
-            for moved in waiting:
-                home["exchange"] += moved.seconds
-                if moved.pattern:
-                    words = f"{moved.pattern.replace('_', '-')} over {', '.join(moved.axes)}, {moved.size / 2**20:.3g} MiB"
-                    home["what"][words] = home["what"].get(words, 0) + 1
-            waiting.clear()
+            _exchanged(waiting, home)
+    _exchanged(waiting, home)
+
+
+def _exchanged(waiting: list[Item], home: dict[str, Any]) -> None:
+    for moved in waiting:
+        home["exchange"] += moved.seconds
+        if moved.pattern:
+            words = f"{moved.pattern.replace('_', '-')} over {', '.join(moved.axes)}, {bytes_text(moved.size)}"
+            home["what"][words] = home["what"].get(words, 0) + 1
+    waiting.clear()
 
 
 def _grid(grid: Grid, ranking: Ranking) -> dict[str, Any]:

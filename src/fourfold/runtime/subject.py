@@ -62,8 +62,9 @@ def stored_tensors(case: Case) -> dict[str, Tensor]:
     return {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
 
 
-def save_data(case: Case, path: Path) -> dict[str, Tensor]:
-    """Write the initial state and the whole inputs for the ranks to read; the state is also the answer."""
+def save_data(case: Case, path: Path, examples: list[Tensor] | None = None) -> dict[str, Tensor]:
+    """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
+    also the answer."""
     state = {key: tensor.detach().clone() for key, tensor in stored_tensors(case).items()}
-    torch.save({"state": state, "inputs": [t.detach() for t in case.tensors]}, path)
+    torch.save({"state": state, "inputs": [t.detach() for t in case.tensors], "examples": examples}, path)
     return state

@@ -1,8 +1,9 @@
-"""The plain training loop on made-up data: a plan run step by step on a crew of ranks.
+"""The plain training loop: a plan run step by step on a crew of ranks.
 
-Each step has a fresh batch that looks like the model's own example: normal numbers of its mean and deviation, integers of
-its range. Every rank draws the whole batch from the seed and takes its part, so that the data do not depend on the plan;
-drawing is not counted in the time of a step.
+Each step has a fresh batch. Of a set of examples, it is the next part of an epoch's order, drawn anew for each epoch; made up,
+it looks like the model's own example: normal numbers of its mean and deviation, integers of its range. Every rank draws the
+whole batch from the seed and takes its part, so that the data do not depend on the plan; drawing is not counted in the time
+of a step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from fourfold.plans import Plan, pipeline
 from fourfold.plans.pipeline import check_runnable
 from fourfold.runtime.crew import Crew
+from fourfold.runtime.datasets import SYNTHETIC, dataset
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.measure import Measured, measure, waiting
 from fourfold.runtime.subject import Subject, save_data
@@ -58,6 +60,7 @@ def train(
     precision: str = "fp32",
     optimizer: str = "sgd",
     seed: int = 0,
+    data: str = SYNTHETIC,
     told: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
 ) -> History:
     """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds."""
@@ -66,9 +69,9 @@ def train(
     losses: list[float] = []
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        data = Path(folder, "data.pt")
-        save_data(subject.case, data)
-        task = Task(graph=subject.graph, plan=plan, data=str(data), precision=precision, optimizer=optimizer, steps=steps)
+        file = Path(folder, "data.pt")
+        save_data(subject.case, file, dataset(data, subject.case))
+        task = Task(graph=subject.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer, steps=steps)
         ranks(begin, task, seed)
     for step in range(steps):
         answers = ranks(one_step, step)
@@ -93,7 +96,8 @@ class Trainer:
         data = torch.load(task.data, mmap=True)
         self.names = (*task.graph.inputs, *task.graph.targets)
         self.batched = [task.graph.batch_dim(name) is not None or task.graph.batch is not None for name in self.names]
-        self.examples = [t.clone() for t in data["inputs"]]
+        self.example = [t.clone() for t in data["inputs"]]
+        self.examples = [t.clone() for t in data["examples"]] if data.get("examples") is not None else None
         self.seed = seed
         self.running = runner(task, data["state"], Randomness(seed=seed))
         parameters = [tensor for _, tensor in self.running.named()]
@@ -115,9 +119,19 @@ class Trainer:
 
     def drawn(self, number: int) -> dict[str, Tensor]:
         """The whole batch of a step."""
+        if self.examples is not None:
+            return dict(zip(self.names, self._next(number, self.examples), strict=True))
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        given = zip(self.names, self.examples, self.batched, strict=True)
+        given = zip(self.names, self.example, self.batched, strict=True)
         return {name: _like(x, generator) if fresh else x for name, x, fresh in given}
+
+    def _next(self, number: int, examples: list[Tensor]) -> list[Tensor]:
+        """The part of its epoch's order that a step has; what does not fill a batch is left for another order."""
+        size, count = self.example[0].shape[0], examples[0].shape[0]
+        epoch, step = divmod(number, max(count // size, 1))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        rows = order[step * size : (step + 1) * size]
+        return [tensor[rows] for tensor in examples]
 
     def afterwards(self) -> Measured:
         """What a few more steps show."""

@@ -1,0 +1,121 @@
+"""The command that writes the page of a plan, and what `plan --report` shares with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fourfold.cli.explain import FILE, judged_for
+from fourfold.cli.options import Cluster, Json, priced, setting, settle
+from fourfold.cli.output import check_place, written
+from fourfold.cli.voice import Voice
+from fourfold.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from fourfold.oracle.scaling import Row
+    from fourfold.planner import Candidate, Ranking
+
+RUNS = "What `train --json` or `verify --json` printed, in files: predicted against measured."
+WHAT_IF = "Seconds for the page's other batches, links and numbers of devices."
+SECONDS = 20.0
+STRATEGIES = 6  # whose scaling is shown
+
+WhatIf = Annotated[float, typer.Option("--what-if", metavar="SECONDS", help=WHAT_IF)]
+Told = Callable[[str, int, int], None]
+
+
+def report(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help=FILE, show_default=False)],
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN...", help=RUNS, show_default=False)] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    cluster: Cluster = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="By default the plan's.")] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="By default the plan's.")] = None,
+    what_if: WhatIf = SECONDS,
+    as_json: Json = False,
+) -> None:
+    """A page about a plan: its rivals, layers, memory, one step in time, scaling, what-ifs, and runs beside predictions."""
+    voice = Voice(json=as_json)
+    with voice.counting(f"reading {file}") as told:
+        from fourfold.planner import Task, search
+        from fourfold.planner.search import replayed
+        from fourfold.plans import load_plan
+        from fourfold.runtime.subject import subject
+
+        check_place(output)
+        plan = load_plan(file)
+        made = judged_for(file, plan, cluster, precision, optimizer)
+        measured = [_run(path) for path in runs or ()]
+        told(f"capturing {plan.model}", 0, 1)
+        seen = subject(plan.model, batch=plan.batch, data=False)
+        plan.check(seen.graph)
+        asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
+        settle()
+        task = Task(graph=priced(seen.graph, asked_for), batch=plan.batch, setting=asked_for)
+        ranking = search(task, lambda words: told(words, 0, 1))
+        mine = replayed(task, plan)
+        write_page(output, ranking, model=plan.model, cluster=made["cluster"], chosen=mine, runs=measured, limit=what_if,
+                   told=told)  # fmt: skip
+    voice.answer({"model": plan.model, "file": str(output)}, lambda: f"written to {output}")
+
+
+def write_page(
+    path: Path, ranking: Ranking, *, model: str, cluster: str, chosen: Candidate | None = None,
+    runs: Sequence[dict[str, Any]] = (), limit: float, told: Told,
+) -> None:  # fmt: skip
+    """Work out what the page shows besides the ranking, half of the time for each, and write it."""
+    from fourfold.cluster import cluster_named
+    from fourfold.planner.grid import grid
+    from fourfold.report.page import page
+
+    if limit < 0:
+        raise InvalidInput(f"--what-if {limit:g}; give it 0 seconds or more")
+    around = grid(ranking, lambda count: cluster_named(cluster, devices=count), limit=limit / 2, say=told)
+    rows = _scaling(ranking, cluster, limit / 2, told)
+    text = page(ranking, model=model, chosen=chosen, grid=around, scaling=rows, runs=runs)
+    written(lambda: path.write_text(text, "utf-8"), path)
+
+
+def _scaling(ranking: Ranking, cluster: str, limit: float, told: Told) -> list[Row]:
+    """The best strategies on fewer and twice as many devices, as far as there is time: all on few devices first."""
+    from fourfold.cluster import cluster_named
+    from fourfold.errors import Error
+    from fourfold.oracle.scaling import Study
+    from fourfold.planner.task import AUTO
+
+    task = ranking.task
+    names = list(dict.fromkeys(c.plan.strategy.partition(":")[0] for c in ranking.candidates if c.plan.strategy != AUTO))
+    settings = {}
+    for count in sorted({1, *(2**k for k in range(20) if 2**k <= 2 * task.devices), task.devices}):
+        try:
+            prices = task.setting.prices.on(cluster_named(cluster, devices=count))
+        except Error:
+            break
+        settings[count] = replace(task.setting, prices=prices)
+    study, rows, begun = Study(graph=task.graph, settings=settings, batch=task.batch), [], time.perf_counter()
+    cells = [(name, count) for count in settings for name in names[:STRATEGIES]]
+    for done, (name, count) in enumerate(cells):
+        if time.perf_counter() - begun > limit:
+            break
+        told(f"{name} on {count}", done, len(cells))
+        rows.append(study.row(name, count))
+    return rows
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """A run's record, or one line about what is wrong with the file."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
+    except ValueError:
+        raise InvalidInput(f"{path} is no JSON; write it with `fourfold train ... --json > {path}`") from None
+    if not isinstance(record, dict) or "predicted_seconds" not in record:
+        raise InvalidInput(f"{path} is no record of a run; write it with `fourfold train ... --json > {path}`")
+    return record

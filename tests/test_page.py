@@ -1,0 +1,119 @@
+"""The page: what it is told adds up, it needs nothing from outside, and the commands that write it refuse what is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli.door import run
+from fourfold.cluster import cluster_named
+from fourfold.oracle.figures import Setting
+from fourfold.oracle.prices import Prices
+from fourfold.planner import Ranking, Task, search
+from fourfold.planner.grid import Grid, Point, grid
+from fourfold.report.page import EXCHANGES, assembled, page
+from small import batch_of, graph_of
+
+CLUSTER, DEVICES = "ethernet-10g", 4
+
+
+@cache
+def ranking(name: str = "gpt2") -> Ranking:
+    prices = Prices(cluster=cluster_named(CLUSTER, devices=DEVICES))
+    return search(Task(graph=graph_of(name), batch=batch_of(name), setting=Setting(prices=prices)))
+
+
+@cache
+def around(limit: float = 60.0) -> Grid:
+    return grid(ranking(), lambda count: cluster_named(CLUSTER, devices=count), limit=limit)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    out: dict[str, Any] = json.loads(found[1])
+    return out
+
+
+@cache
+def shown() -> dict[str, Any]:
+    return data_of(page(ranking(), model="gpt2", grid=around()))
+
+
+def test_a_page_needs_nothing_from_outside() -> None:
+    text = page(ranking(), model="gpt2")
+    links = [word for word in re.findall(r"https?://[^\s\"'<)]+", text) if not word.startswith("http://www.w3.org/2000/svg")]
+    assert not links and "/*css*/" not in text and "/*js*/" not in text and "/*data*/" not in text
+    assert "@import" not in text and "src=" not in text
+
+
+def test_names_cannot_break_out_of_the_page() -> None:
+    text = assembled({"model": "</script><script>alert(1)</script>"})
+    assert text.count("<script") == 2 + 1  # its own two, and the harmless one inside the data
+    assert data_of(text)["model"] == "</script><script>alert(1)</script>"
+
+
+def test_plans_are_told_as_the_ranking_has_them() -> None:
+    plans = shown()["plans"]
+    assert [p["step"] for p in plans] == [c.seconds for c in ranking().candidates[: len(plans)]]
+    for told in plans:
+        assert sum(told["breakdown"].values()) == pytest.approx(told["step"])
+        assert all(sum(m["parts"].values()) == m["bytes"] for m in told["memory"])
+        assert max(m["bytes"] for m in told["memory"]) == told["peak"] or not told["feasible"]
+
+
+def test_layers_add_up_to_the_forward_and_backward_of_a_micro_batch() -> None:
+    for told, candidate in zip(shown()["plans"], ranking().candidates, strict=False):
+        items = [item for (_, way), some in candidate.estimate.items.items() if way in "FB" for item in some]
+        compute = sum(i.seconds for i in items if i.category == "compute")
+        moved = sum(i.seconds for i in items if i.category in EXCHANGES)
+        assert sum(layer["compute"] for layer in told["layers"]) == pytest.approx(compute, rel=0.01)
+        assert sum(layer["exchange"] for layer in told["layers"]) == pytest.approx(moved, rel=0.01, abs=1e-9)
+
+
+def test_the_grid_has_what_was_asked_and_faster_links_never_hurt() -> None:
+    found = around()
+    best = ranking().best
+    assert best is not None
+    asked = Point(batch=batch_of("gpt2"), links=1, devices=DEVICES)
+    assert found.answers[asked].best is best
+    assert len(found.answers) == len(found.batches) * len(found.links) * len(found.devices)
+    for point, answer in found.answers.items():
+        faster = found.answers.get(Point(batch=point.batch, links=point.links * 10, devices=point.devices))
+        if faster is not None and faster.best is not None and answer.best is not None:
+            assert faster.best.seconds <= answer.best.seconds * 1.0001
+
+
+def test_without_time_the_grid_has_the_answer_that_is_known() -> None:
+    assert list(around(0.0).answers) == [Point(batch=batch_of("gpt2"), links=1, devices=DEVICES)]
+
+
+def test_the_commands_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, file, ran = (tmp_path / name for name in ("a.html", "b.html", "plan.json", "run.json"))
+    asked = ["plan", "alexnet", "--cluster", "ethernet-1g", "--devices", "4", "--batch", "64", "-o", str(file)]
+    assert run([*asked, "--report", str(first), "--what-if", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == str(first)
+    record = {"strategy": "data", "ranks": 4, "step_seconds": 0.2, "predicted_seconds": 0.19, "losses": [2.0, 1.0]}
+    ran.write_text(json.dumps(record))
+    assert run(["report", str(file), str(ran), "-o", str(second), "--what-if", "0"]) == 0
+    assert data_of(first.read_text())["runs"] == []
+    told = data_of(second.read_text())
+    assert told["runs"][0]["measured"] == 0.2 and told["grid"]["cells"] and told["scaling"] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [("{", "is no JSON"), ('{"a": 1}', "is no record of a run"), (None, "cannot read")]
+)
+def test_a_broken_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, word: str) -> None:
+    file, ran = tmp_path / "plan.json", tmp_path / "run.json"
+    assert run(["plan", "alexnet", "--cluster", "ethernet-1g", "--devices", "2", "--strategy", "data", "-o", str(file)]) == 0
+    if content is not None:
+        ran.write_text(content)
+    capsys.readouterr()
+    assert run(["report", str(file), str(ran), "-o", str(tmp_path / "r.html")]) == 2
+    assert word in capsys.readouterr().err and not (tmp_path / "r.html").exists()
