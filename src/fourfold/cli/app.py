@@ -33,6 +33,7 @@ from fourfold.cli.options import (
 from fourfold.cli.output import check_place, write_record, write_timelines
 from fourfold.cli.plan import plan
 from fourfold.cli.report import report
+from fourfold.cli.reproduce import reproduce
 from fourfold.cli.simulate import simulate
 from fourfold.cli.voice import Voice
 
@@ -45,10 +46,27 @@ if TYPE_CHECKING:
     from fourfold.runtime.launch import Ranks
     from fourfold.runtime.subject import Subject
 
+EXAMPLES = {
+    "inspect": "fourfold inspect resnet50,image=64 --batch 32",
+    "calibrate": "fourfold calibrate --ranks 2 -o here.toml",
+    "plan": "fourfold plan vgg16 --cluster ethernet-1g --devices 8 --batch 256 -o best.json --report best.html",
+    "explain": "fourfold explain best.json",
+    "simulate": "fourfold simulate resnet50 --cluster abci --devices 1,4,16,64 --plot scaling.png",
+    "report": "fourfold report best.json run.json -o best.html",
+    "reproduce": "fourfold reproduce integrated -o integrated.html",
+    "verify": "fourfold verify vgg16-cifar --strategy data+filter --ranks 4",
+    "train": "fourfold train vgg16-cifar --plan best.json --ranks 2 --steps 20 --data digits --record run.json",
+}
+
+
+def _like(name: str) -> str:
+    """What stands under a command's help."""
+    return f"Example: {EXAMPLES[name]}"
+
+
 app = typer.Typer(
     help="Predicts, plans and runs hybrid-parallel training of any PyTorch model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -91,10 +109,10 @@ def clusters(
     voice.answer(record, lambda: clusters_text(found) if name is None else cluster_text(found[0]))
 
 
-app.command()(calibrate)
+app.command(epilog=_like("calibrate"))(calibrate)
 
 
-@app.command()
+@app.command(epilog=_like("inspect"))
 def inspect(
     model: Model,
     batch: Batch = None,
@@ -114,13 +132,14 @@ def inspect(
     voice.answer(survey_record(found, model=model), lambda: survey_text(found, model=model))
 
 
-app.command()(plan)
-app.command()(explain)
-app.command()(simulate)
-app.command()(report)
+app.command(epilog=_like("plan"))(plan)
+app.command(epilog=_like("explain"))(explain)
+app.command(epilog=_like("simulate"))(simulate)
+app.command(epilog=_like("report"))(report)
+app.command(epilog=_like("reproduce"))(reproduce)
 
 
-@app.command()
+@app.command(epilog=_like("verify"))
 def verify(
     model: Model,
     plan_file: PlanFile = None,
@@ -170,7 +189,7 @@ def verify(
     return 0 if verdict.equal else 1
 
 
-@app.command()
+@app.command(epilog=_like("train"))
 def train(
     model: Model,
     plan_file: PlanFile = None,

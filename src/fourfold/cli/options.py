@@ -48,6 +48,7 @@ Recompute = Annotated[int | None, typer.Option("--recompute", metavar="N", help=
 Zero = Annotated[int | None, typer.Option("--zero", metavar="1|3", help=ZERO)]
 
 Calibrated = Annotated[str | None, typer.Option("--cluster", help=CALIBRATED)]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it into this .png, .svg or .pdf file (needs matplotlib).")]
 Record = Annotated[Path | None, typer.Option("--record", help="Write what --json prints to this file, for `report`.")]
 Predict = Annotated[bool, typer.Option("--predict/--no-predict", help="Say beforehand how long a step will take.")]
 

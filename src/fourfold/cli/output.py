@@ -72,3 +72,12 @@ def write_trace(figures: Figures | None, path: Path | None) -> str | None:
     record = trace_record(figures.timeline, places=figures.places)
     written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
     return str(path)
+
+
+def draw_step(figures: Figures | None, path: Path | None, title: str) -> None:
+    """Draw the predicted timeline, where there is one."""
+    from fourfold.report.figures import timeline_picture
+
+    if path is not None and figures is not None and figures.timeline is not None:
+        timeline, places = figures.timeline, figures.places
+        written(lambda: timeline_picture(timeline, path, title=title, places=places), path)

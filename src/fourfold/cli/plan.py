@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from fourfold.cli.options import (
     Microbatches,
     Model,
     Optimizer,
+    Plot,
     Precision,
     Recompute,
     Schedule,
@@ -29,8 +29,9 @@ from fourfold.cli.options import (
     setting,
     settle,
 )
-from fourfold.cli.output import check_place, check_trace, write_trace, written
-from fourfold.cli.report import SECONDS, WhatIf, write_page
+from fourfold.cli.output import check_place, check_trace, draw_step, write_trace, written
+from fourfold.cli.report import SECONDS, WhatIf
+from fourfold.cli.search import Search
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
@@ -54,6 +55,7 @@ def plan(
     zero: Zero = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     trace: Trace = None,
+    plot: Plot = None,
     top: Annotated[int, typer.Option("--top", help="How many plans to show, if no strategy is named.")] = 8,
     fix: Annotated[list[str] | None, typer.Option("--fix", metavar="OPS=SPLIT", help=FIX, show_default=False)] = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds to search at most.")] = None,
@@ -72,8 +74,16 @@ def plan(
         if any(value is not None for value in wanted):
             raise InvalidInput("--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
                                "or leave them to the search")  # fmt: skip
-        return _searched(voice, model, devices, cluster, batch, precision, optimizer, cost_model, output, trace, top, fix or [],
-                         time_limit, measure, report, what_if)  # fmt: skip
+        if cost_model != "fourfold":
+            raise InvalidInput(f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name "
+                               "a --strategy")  # fmt: skip
+        from fourfold.cluster import LOCAL
+
+        return Search(
+            model=model, devices=devices, cluster=cluster or LOCAL, batch=batch, precision=precision, optimizer=optimizer,
+            output=output, trace=trace, plot=plot, report=report, what_if=what_if, top=top, fix=tuple(fix or ()),
+            limit=time_limit, measure=measure,
+        ).run(voice)  # fmt: skip
     if fix or time_limit is not None or measure or report is not None:
         raise InvalidInput("--fix, --time-limit, --measure and --report are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
@@ -83,6 +93,7 @@ def plan(
         from fourfold.plans import named, pipeline, save_plan
         from fourfold.plans.schedule import FUSED
         from fourfold.plans.strategies import parse
+        from fourfold.report.figures import check_picture
         from fourfold.report.plans import Outlook, plan_record, plan_text
         from fourfold.runtime.subject import subject
 
@@ -92,6 +103,8 @@ def plan(
         asked_for = setting(where, devices, precision, optimizer, cost_model) if where is not None else None
         check_place(output)
         check_trace(trace, asked_for)
+        check_trace(plot, asked_for)
+        check_picture(plot)
         seen = subject(model, batch=batch, data=False)
         settle()
         say(f"planning {strategy}")
@@ -110,66 +123,11 @@ def plan(
         if output is not None:
             written(lambda: save_plan(made, output, made_for=_made_for(where, precision, optimizer)), output)
         traced = write_trace(outlook.figures if outlook is not None else None, trace)
+        draw_step(outlook.figures if outlook is not None else None, plot, f"{model} by {strategy}")
     file = str(output) if output is not None else None
     record = plan_record(made, program, outlook, seconds=seconds, file=file, trace=traced)
     voice.answer(record, lambda: plan_text(made, program, outlook, files=[path for path in (file, traced) if path]))
     return 0 if outlook is None or outlook.figures.feasible else 1
-
-
-def _searched(
-    voice: Voice, model: str, devices: int, cluster: str | None, batch: int | None, precision: str, optimizer: str,
-    cost_model: str, output: Path | None, trace: Path | None, top: int, fix: list[str], time_limit: float | None,
-    measure: bool, report: Path | None, what_if: float,
-) -> int:  # fmt: skip
-    """The plan the planner finds."""
-    if cost_model != "fourfold":
-        raise InvalidInput(f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name a --strategy")
-    with voice.working(f"capturing {model}") as say, ExitStack() as stack:
-        from fourfold.cluster import LOCAL
-        from fourfold.oracle.figures import figures_of
-        from fourfold.planner import Task, search
-        from fourfold.plans import save_plan
-        from fourfold.report.ranking import ranking_record, ranking_text
-        from fourfold.runtime.crew import crew, is_leader
-        from fourfold.runtime.subject import subject
-
-        asked_for = setting(cluster or LOCAL, devices, precision, optimizer, cost_model)
-        fixed = tuple(_fixed(text) for text in fix)
-        check_place(output)
-        check_place(report)
-        check_trace(trace, asked_for)
-        seen = subject(model, batch=batch, data=False)
-        settle()
-        graph = priced(seen.graph, asked_for)
-        limit = time_limit if time_limit is not None else float("inf")
-        timed = None
-        if measure:
-            from fourfold.gauge.measuring import timing
-
-            say(f"starting {devices} ranks")
-            team = crew(devices)
-            stack.enter_context(team)
-            timed = timing(asked_for.cluster, team, asked_for.prices.precision)
-        found = search(Task(graph=graph, batch=seen.batch, setting=asked_for, fixed=fixed, limit=limit, measure=timed), say)
-        best = found.best
-        if output is not None and best is not None and is_leader():
-            made_for = _made_for(cluster or LOCAL, precision, optimizer)
-            written(lambda: save_plan(seen.adopted(best.plan), output, made_for=made_for), output)
-        traced = write_trace(figures_of(best.prediction), trace) if best is not None else None
-        if report is not None and is_leader():
-            write_page(report, found, model=model, cluster=cluster or LOCAL, limit=what_if, told=lambda words, *_: say(words))
-    file = str(output) if output is not None and best is not None else None
-    files = [path for path in (file, traced, str(report) if report is not None else None) if path]
-    record = {**ranking_record(found, model=model, top=top, file=file, trace=traced), "report": str(report) if report else None}
-    voice.answer(record, lambda: ranking_text(found, model=model, top=top, files=files))
-    return 0 if best is not None else 1
-
-
-def _fixed(text: str) -> tuple[str, str]:
-    pattern, sign, split = text.partition("=")
-    if not (pattern and sign and split):
-        raise InvalidInput(f"--fix {text}: write OPS=SPLIT, as 'classifier.*=filter'")
-    return pattern, split
 
 
 def _made_for(cluster: str | None, precision: str, optimizer: str) -> dict[str, str] | None:

@@ -15,6 +15,7 @@ from fourfold.cli.options import (
     Microbatches,
     Model,
     Optimizer,
+    Plot,
     Precision,
     Recompute,
     Schedule,
@@ -26,7 +27,7 @@ from fourfold.cli.options import (
     setting,
     settle,
 )
-from fourfold.cli.output import check_trace, write_trace
+from fourfold.cli.output import check_place, check_trace, write_trace, written
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
@@ -53,6 +54,7 @@ def simulate(
     recompute: Recompute = None,
     zero: Zero = None,
     trace: Trace = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> int:
     """Predicted steps over numbers of devices and strategies, weak or strong. Exit code 1 if nothing is feasible.
@@ -65,6 +67,7 @@ def simulate(
         from fourfold.oracle.figures import strategies_of
         from fourfold.oracle.scaling import Study
         from fourfold.plans.strategies import parse
+        from fourfold.report.figures import check_picture, scaling_picture
         from fourfold.report.scaling import scaling_record, scaling_text
         from fourfold.runtime.subject import subject
 
@@ -77,6 +80,8 @@ def simulate(
         if trace is not None and len(cells) > 1:
             raise InvalidInput(f"--trace shows one step, {len(cells)} are asked for; give one of --devices and one --strategy")
         check_trace(trace, settings[1])
+        check_place(plot)
+        check_picture(plot)
         seen = subject(model, batch=batch, data=False)
         settle()
         graph = priced(seen.graph, settings[1])
@@ -87,6 +92,9 @@ def simulate(
             told(f"{name} on {count}", done, len(cells))
             rows.append(study.row(name, count))
         file = write_trace(rows[0].figures, trace)
+        if plot is not None:
+            title = f"{model} on {cluster}"
+            written(lambda: scaling_picture(rows, plot, title=title, weak=weak), plot)
     last = settings[counts[-1]]
     record = scaling_record(study, rows, last, model=model, trace=file)
     voice.answer(record, lambda: scaling_text(study, rows, last, model=model, trace=file))

@@ -23,7 +23,7 @@ from fourfold.oracle.stream import Streamed, streamed
 from fourfold.oracle.traffic import pair_kind
 from fourfold.plans.boundary import Side, sizes
 from fourfold.plans.buckets import CHUNK_BYTES
-from fourfold.plans.pipeline import Pipeline
+from fourfold.plans.pipeline import Part, Pipeline
 from fourfold.plans.schedule import FUSED
 from fourfold.timeline import Timeline
 
@@ -69,7 +69,7 @@ class _Estimating:
         self.dtypes = dtypes
         live = pipeline.cut.live
         self.stages = {
-            (part.index, size): StagePrices(part, size, prices, live, dtypes)
+            (part.index, size): StagePrices(part, size, prices, live, dtypes, self._beside(part))
             for part in pipeline.parts
             for size in part.programs
         }
@@ -80,6 +80,12 @@ class _Estimating:
         self.items.update({(p.index, LAST, last): self.stages[p.index, last].backward() for p in pipeline.parts})
         self.streams = {key: streamed(items) for key, items in self.items.items()}
         self.sums = {part.index: self._stage(part.index).reductions() for part in pipeline.parts}
+
+    def _beside(self, part: Part) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the other stages with the same mesh."""
+        mine = part.stage
+        others = (other.stage for other in self.pipeline.parts if other.stage.mesh == mine.mesh)
+        return tuple(dict.fromkeys(stage.ranks for stage in others if stage.ranks != mine.ranks))
 
     def _key(self, stage: int, kind: str, microbatch: int) -> tuple[int, str, int]:
         """Under what an action's items are kept."""

@@ -22,7 +22,8 @@ CATEGORY_OF: dict[str, Category] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The ranks of a stage and what their exchanges cost. `members`: one of each kind."""
+    """The ranks of a stage and what their exchanges cost. `members`: one of each kind; `beside`: ranks of other stages like it,
+    which work at the same time. Where collectives were measured, those of several groups at once say what that costs."""
 
     prices: Prices
     mesh: Mesh
@@ -30,6 +31,7 @@ class Meeting:
     members: Sequence[int]
     graph: Graph
     dtypes: Mapping[str, str]
+    beside: tuple[tuple[int, ...], ...] = ()
     _groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _costs: dict[tuple[str, tuple[str, ...], float], Cost] = field(default_factory=dict, compare=False, repr=False)
 
@@ -85,9 +87,10 @@ class Meeting:
         return self._costs[kind, axes, size]
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of all groups along the axes."""
+        """The ranks of all groups along the axes that may meet at once."""
         if axes not in self._groups:
-            self._groups[axes] = groups_along(self.mesh, self.ranks, axes)
+            others = self.beside if self.prices.cluster.measured.curves else ()
+            self._groups[axes] = tuple(g for ranks in (self.ranks, *others) for g in groups_along(self.mesh, ranks, axes))
         return self._groups[axes]
 
 

@@ -33,7 +33,10 @@ STATISTICS = 2  # numbers per statistic that a norm exchanges: mean and variance
 class StagePrices:
     """The items of one stage and size of micro-batch."""
 
-    def __init__(self, part: Part, size: int, prices: Prices, live: frozenset[str], dtypes: Mapping[str, str]) -> None:
+    def __init__(
+        self, part: Part, size: int, prices: Prices, live: frozenset[str], dtypes: Mapping[str, str],
+        beside: tuple[tuple[int, ...], ...] = (),
+    ) -> None:  # fmt: skip
         self.part, self.prices, self.live, self.dtypes = part, prices, live, dtypes
         self.program, self.mesh, self.ranks = part.programs[size], part.stage.mesh, part.stage.ranks
         self.graph: Graph = self.program.graph
@@ -41,8 +44,9 @@ class StagePrices:
         self.gradients = dict.fromkeys(live, True)
         self._known: dict[int, list[KernelTime]] = {}  # by the identity of a step of the program
         self.meeting = Meeting(
-            prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes
-        )
+            prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes,
+            beside=beside,
+        )  # fmt: skip
         self.gathers = Gathers(self.program, self.meeting)
         self.gathering: dict[str, Move] = {m.target: m for m in self.gathers.moves}
         self.fanout = self._fanout()

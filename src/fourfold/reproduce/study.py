@@ -1,0 +1,71 @@
+"""What a reproduction says: tables, and expectations that hold or do not, each with how sure the paper's figure is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Mark = Literal["read", "recomputed", "remembered", "unknown"]
+"""How sure a paper's figure is: read in the authors' text or tables; recomputed from their formulas; remembered or rederived
+(the structure trusted, constants not); unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text under a head. `plot`: columns of numbers to draw, the first along x."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    plot: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # curves by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Something that should come out, and whether it did."""
+
+    what: str
+    ours: str
+    paper: str
+    mark: Mark
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """One paper rerun."""
+
+    name: str
+    title: str
+    tables: tuple[Table, ...]
+    expectations: tuple[Expectation, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return all(e.holds for e in self.expectations)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "holds": self.holds,
+            "expectations": [
+                {"what": e.what, "ours": e.ours, "paper": e.paper, "mark": e.mark, "holds": e.holds} for e in self.expectations
+            ],
+            "tables": [
+                {"title": t.title, "head": list(t.head), "rows": [list(row) for row in t.rows], "note": t.note,
+                 "plot": {name: [list(point) for point in curve] for name, curve in t.plot.items()}} for t in self.tables
+            ],
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def near(what: str, ours: float, paper: float, *, within: float, mark: Mark, digits: int = 3) -> Expectation:
+    """A number that should be as near as this, relative."""
+    holds = abs(ours - paper) <= within * abs(paper)
+    return Expectation(what=f"{what}, within {within:.0%}", ours=f"{ours:.{digits}g}", paper=f"{paper:.{digits}g}", mark=mark,
+                       holds=holds)  # fmt: skip

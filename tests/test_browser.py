@@ -1,0 +1,156 @@
+"""The page in a browser: every control clicked, pointed at and reached by keyboard. Needs playwright and a Chromium."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cluster import cluster_named
+from fourfold.oracle.figures import Setting
+from fourfold.oracle.prices import Prices
+from fourfold.oracle.scaling import Study
+from fourfold.planner import Task, search
+from fourfold.planner.grid import grid
+from fourfold.report.page import page as written
+from small import batch_of, graph_of
+
+pytestmark = pytest.mark.browser
+CLUSTER, DEVICES, NAME = "ethernet-10g", 4, "gpt2"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with everything a page can have."""
+    settings = {n: Setting(prices=Prices(cluster=cluster_named(CLUSTER, devices=n))) for n in (1, 2, 4, 8)}
+    ranking = search(Task(graph=graph_of(NAME), batch=batch_of(NAME), setting=settings[DEVICES]))
+    around = grid(ranking, lambda n: cluster_named(CLUSTER, devices=n), limit=60.0)
+    study = Study(graph=graph_of(NAME), settings=settings, batch=batch_of(NAME))
+    rows = [study.row(name, n) for n in settings for name in ("data", "filter", "pipeline")]
+    runs = [{"strategy": "data", "predicted_seconds": 0.19, "step_seconds": 0.2, "losses": [2.0, 1.5]}]
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(written(ranking, model="gpt2 </script>", grid=around, scaling=rows, runs=runs))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium here")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any, file: Path) -> Iterator[Any]:
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    wrong: list[str] = []
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("request", lambda request: wrong.append(request.url) if not request.url.startswith("file:") else None)
+    tab.goto(file.as_uri())
+    yield tab
+    assert not wrong, wrong
+    tab.close()
+
+
+def test_choosing_a_plan_shows_it(page: Any) -> None:
+    names = page.locator("#plans button.name")
+    assert names.count() >= 5
+    for k in (2, 0, 1):
+        name = names.nth(k).inner_text()
+        names.nth(k).click()
+        assert page.locator("#plan-head").inner_text().startswith(name)
+        assert names.nth(k).get_attribute("aria-pressed") == "true"
+        assert page.locator("#layers svg g").count() > 3 and page.locator("#memory .row").count() >= 1
+
+
+def test_plans_are_chosen_by_keyboard_too(page: Any) -> None:
+    page.locator("#plans button.name").nth(1).focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#plan-head").inner_text().startswith(page.locator("#plans button.name").nth(1).inner_text())
+
+
+def test_layers_say_what_they_are(page: Any) -> None:
+    layer = page.locator("#layers svg g").nth(2)
+    layer.hover()
+    assert page.locator("#tip").is_visible() and "computing" in page.locator("#tip").inner_text()
+    page.keyboard.press("Escape")
+    assert page.locator("#tip").is_hidden()
+    layer.focus()
+    assert page.locator("#tip").is_visible()
+
+
+def test_the_timeline_zooms_and_moves(page: Any) -> None:
+    def shown() -> str:
+        return str(page.locator("#timeline").get_attribute("aria-label"))
+
+    whole = shown()
+    page.click("#zoom-in")
+    near = shown()
+    assert near != whole
+    page.click("#zoom-right")
+    assert shown() != near
+    page.click("#zoom-left")
+    page.click("#zoom-out")
+    page.click("#zoom-all")
+    assert shown() == whole
+    page.locator("#timeline").focus()
+    page.keyboard.press("+")
+    assert shown() != whole
+    page.keyboard.press("Home")
+    assert shown() == whole
+    page.locator("#timeline").hover()
+    page.mouse.wheel(0, -200)
+    page.wait_for_function("label => document.getElementById('timeline').getAttribute('aria-label') !== label", arg=whole)
+
+
+def test_what_ifs_answer(page: Any) -> None:
+    first = page.locator("#answer").inner_text()
+    page.select_option("#if-links", "10")
+    faster = page.locator("#answer").inner_text()
+    assert faster != first
+    page.select_option("#if-batch", index=2)
+    page.select_option("#if-devices", index=0)
+    assert page.locator("#answer").inner_text() not in (first, faster)
+
+
+def test_curves_can_be_hidden(page: Any) -> None:
+    lines = page.locator("#chart polyline")
+    before = lines.count()
+    page.locator("#curves button").first.click()
+    assert lines.count() == before - 1
+    page.locator("#curves button").first.click()
+    assert lines.count() == before
+    page.locator("#chart circle").first.hover()
+    assert "samples/s" in page.locator("#tip").inner_text()
+
+
+def test_light_and_dark(page: Any) -> None:
+    def colour() -> str:
+        return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    light = colour()
+    page.click("#theme")
+    assert colour() != light
+    page.click("#theme")
+    assert colour() == light
+
+
+def test_reasons_unfold_and_runs_are_shown(page: Any) -> None:
+    if page.locator("#refused summary").count():
+        page.click("#refused summary")
+        assert page.locator("#refused li").first.is_visible()
+    assert "predicted to 95 %" in page.locator("#measured").inner_text()
+
+
+def test_a_narrow_window_does_not_scroll_sideways(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

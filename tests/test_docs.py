@@ -1,0 +1,37 @@
+"""The documentation works as printed, from nothing to an own 3-D model by domain on two ranks; links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+
+
+@pytest.mark.slow
+def test_five_minutes_go_as_printed(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "getting-started.md").read_text()
+    (code,) = re.findall(r"```python\n# mine.py\n(.*?)```", text, re.S)
+    (tmp_path / "mine.py").write_text(code)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines() if line]
+    assert len(commands) >= 10
+    for command in commands:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
