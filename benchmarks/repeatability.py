@@ -20,6 +20,7 @@ from accuracy import FOLDER, MODELS, PLACES, predicted
 
 from fourfold.cluster import Cluster
 from fourfold.gauge.calibration import calibrated
+from fourfold.gauge.collectives import FULL, Effort
 from fourfold.gauge.measuring import table_name
 from fourfold.oracle.table import load_kernels
 from fourfold.runtime.crew import crew
@@ -39,11 +40,13 @@ def entries(cluster: Cluster) -> dict[str, float]:
     return out
 
 
-def once(team: Ranks, place: str, kernels_too: bool) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def once(
+    team: Ranks, place: str, kernels_too: bool, effort: Effort
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The entries of one calibration, kernel times, and the steps predicted."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FOURFOLD_CACHE"] = folder
-        for progress in calibrated(team):
+        for progress in calibrated(team, effort=effort):
             print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
         steps: dict[str, float] = {}
         for model, (text, batch) in MODELS.items() if kernels_too else ():
@@ -63,13 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=FULL.rounds)
     parser.add_argument("--collectives", action="store_true", help="no kernels and no predicted steps")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-repeatability.json")
     options = parser.parse_args()
     place = str(options.ranks)
     assert place in PLACES, f"plans are known for {', '.join(PLACES)} ranks"
     with crew(options.ranks) as team:
-        found = [once(team, place, not options.collectives) for _ in range(options.times)]
+        effort = Effort(rounds=options.rounds)
+        found = [once(team, place, not options.collectives, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
         for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
                                            before, after, strict=True):  # fmt: skip
