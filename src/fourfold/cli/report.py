@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from fourfold.cluster import Cluster as Machines
     from fourfold.oracle.scaling import Row
     from fourfold.planner import Candidate, Ranking
 
@@ -70,21 +72,33 @@ def write_page(
     runs: Sequence[dict[str, Any]] = (), limit: float, told: Told,
 ) -> None:  # fmt: skip
     """Work out what the page shows besides the ranking, half of the time for each, and write it."""
-    from fourfold.cluster import cluster_named
     from fourfold.planner.grid import grid
+    from fourfold.report.costs import assumed
     from fourfold.report.page import page
 
     if limit < 0:
         raise InvalidInput(f"--what-if {limit:g}; give it 0 seconds or more")
-    around = grid(ranking, lambda count: cluster_named(cluster, devices=count), limit=limit / 2, say=told)
-    rows = _scaling(ranking, cluster, limit / 2, told)
+    sized = partial(_sized, cluster, assumed(ranking.task.cluster))
+    around = grid(ranking, sized, limit=limit / 2, say=told)
+    rows = _scaling(ranking, sized, limit / 2, told)
     text = page(ranking, model=model, chosen=chosen, grid=around, scaling=rows, runs=runs)
     written(lambda: path.write_text(text, "utf-8"), path)
 
 
-def _scaling(ranking: Ranking, cluster: str, limit: float, told: Told) -> list[Row]:
-    """The best strategies on fewer and twice as many devices, as far as there is time: all on few devices first."""
+def _sized(cluster: str, guessed: bool, devices: int) -> Machines:
+    """The cluster with so many devices in use; refused where its rates are known otherwise: measured and assumed ones cannot
+    be compared."""
     from fourfold.cluster import cluster_named
+    from fourfold.report.costs import assumed
+
+    found = cluster_named(cluster, devices=devices)
+    if assumed(found) != guessed:
+        raise InvalidInput(f"{cluster} is not calibrated with {devices} ranks; run `fourfold calibrate --ranks {devices}`")
+    return found
+
+
+def _scaling(ranking: Ranking, sized: Callable[[int], Machines], limit: float, told: Told) -> list[Row]:
+    """The best strategies on fewer and twice as many devices, as far as there is time: all on few devices first."""
     from fourfold.errors import Error
     from fourfold.oracle.scaling import Study
     from fourfold.planner.task import AUTO
@@ -94,10 +108,12 @@ def _scaling(ranking: Ranking, cluster: str, limit: float, told: Told) -> list[R
     settings = {}
     for count in sorted({1, *(2**k for k in range(20) if 2**k <= 2 * task.devices), task.devices}):
         try:
-            prices = task.setting.prices.on(cluster_named(cluster, devices=count))
+            prices = task.setting.prices.on(sized(count))
         except Error:
-            break
+            continue
         settings[count] = replace(task.setting, prices=prices)
+    if 1 not in settings:
+        return []
     study, rows, begun = Study(graph=task.graph, settings=settings, batch=task.batch), [], time.perf_counter()
     cells = [(name, count) for count in settings for name in names[:STRATEGIES]]
     for done, (name, count) in enumerate(cells):
