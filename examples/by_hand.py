@@ -44,9 +44,9 @@ def main() -> None:
     assert torch.isclose(mine, value, rtol=1e-12)
     if ranks == 1:
         return
-    share = run.module.get_parameter("head.2.weight")
+    share = dict(run.module.named_parameters())["head.2.weight"]
     if os.environ["RANK"] == "0":
-        print(f"loss {float(mine):.12f}, in one process {float(value):.12f}")
+        print(f"loss {float(mine):.12f}, in one process {float(value.detach()):.12f}")
         print(f"head.2.weight: {tuple(share.shape)} of {tuple(alone['head.2.weight'].shape)} on this rank")
 
 
