@@ -132,7 +132,7 @@ def printed(found: Ranking) -> list[Plan]:
     return [*([found.best.plan] if found.best is not None else []), *own[:1]]
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(100, 220), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(100, 220), marks=pytest.mark.slow)])
 def test_what_is_found_for_any_network_and_cluster_gives_the_numbers_of_one_device(seeds: range) -> None:
     ran = 0
     for seed in seeds:
@@ -147,7 +147,7 @@ def test_what_is_found_for_any_network_and_cluster_gives_the_numbers_of_one_devi
     assert ran >= len(seeds)
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(300, 340), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(300, 340), marks=pytest.mark.slow)])
 def test_no_rank_needs_more_memory_than_foretold(seeds: range) -> None:
     for seed in seeds:
         graph, one, batch, rng = drawn(seed)
