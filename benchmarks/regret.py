@@ -103,6 +103,22 @@ class Match:
                 f"measured {1e3 * took:7.1f} ms, over {rivals}: {'held' if self.held else 'NOT HELD'}")  # fmt: skip
 
 
+def table(found: list[Match]) -> str:
+    """For a page: the chosen plan's time over the best named strategy's."""
+    head = ("where", "model", "chosen", "step", "best named", "chosen over it (95 %)", "over data, seen once")
+    out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for m in found:
+        chosen, best = m.of(CHOSEN), max(m.rivals, key=lambda r: m.against(r)[0])
+        middle, low, high = m.against(best)
+        data = next((c for c in m.contenders if c.name == "data"), chosen)
+        ratio = statistics.median(chosen.screened) / statistics.median(data.screened)
+        step = f"{1e3 * statistics.median(chosen.duel):.0f} ms"
+        paired = f"{middle:.3f} ({low:.2f} to {high:.2f})"
+        cells = (m.place, m.model, m.same or chosen.about, step, best.name, paired, f"{ratio:.2f}")
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
 def about(plan: Plan) -> str:
     if not plan.stages:
         return f"{plan.strategy} {plan.mesh}"
@@ -264,6 +280,7 @@ def main() -> None:
     found = [made(m) for m in json.loads(options.output.read_text())["matches"]]
     for match in found:
         print(match.line())
+    print(table(found))
     print(f"{sum(m.held for m in found)} of {len(found)} held; largest regret {max(m.regret for m in found):.1%}")
 
 
