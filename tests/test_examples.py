@@ -11,10 +11,15 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 FOREIGN = {"monai_unet.py": "monai", "transformer.py": "transformers"}
+SLOW = ("own_loop.py",)
 NAMES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.foreign) if n in FOREIGN else n for n in NAMES])
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [mark for some, mark in ((FOREIGN, pytest.mark.foreign), (SLOW, pytest.mark.slow)) if name in some]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NAMES])
 def test_an_example_runs(name: str) -> None:
     if name in FOREIGN:
         pytest.importorskip(FOREIGN[name])

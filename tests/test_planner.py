@@ -199,7 +199,7 @@ def test_plan_and_explain_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
 
 # --- its plans run ------------------------------------------------------------------------------------------------------
 
-QUICK = ("gpt2", "unet3d", "vgg16-cifar")
+QUICK = ("gpt2", "vgg16-cifar")
 PLACES = [("ethernet-1g", 2), ("ethernet-10g", 3), ("abci", 4), ("ethernet-25g-gpu", 4)]
 
 

@@ -24,6 +24,7 @@ from small import Subject, assert_equal, observed, subject
 
 PRESETS = ("ethernet-1g", "ethernet-10g", "ethernet-25g-gpu", "abci", "dgx-h100", "cori-knl")
 UNDER = 0.03
+PAGE = 4096  # bytes: some of these networks need no more than ten of them
 
 
 class Residual(nn.Module):
@@ -157,4 +158,4 @@ def test_no_rank_needs_more_memory_than_foretold(seeds: range) -> None:
         task = replace(one.task, plan=best.plan, precision="fp32", optimizer="momentum")
         for rank, (real,) in enumerate(pool(best.plan.size)(observed, task)):
             foretold = best.prediction.memory.of(rank).bytes
-            assert real <= foretold * (1 + UNDER), f"seed {seed}, rank {rank} of {best.plan.strategy} on {best.plan.mesh}"
+            assert real <= max(foretold * (1 + UNDER), foretold + PAGE), f"seed {seed}, rank {rank} of {best.plan.strategy} on {best.plan.mesh}"
