@@ -158,4 +158,5 @@ def test_no_rank_needs_more_memory_than_foretold(seeds: range) -> None:
         task = replace(one.task, plan=best.plan, precision="fp32", optimizer="momentum")
         for rank, (real,) in enumerate(pool(best.plan.size)(observed, task)):
             foretold = best.prediction.memory.of(rank).bytes
-            assert real <= max(foretold * (1 + UNDER), foretold + PAGE), f"seed {seed}, rank {rank} of {best.plan.strategy} on {best.plan.mesh}"
+            told = f"seed {seed}, rank {rank} of {best.plan.strategy} on {best.plan.mesh}"
+            assert real <= max(foretold * (1 + UNDER), foretold + PAGE), told
