@@ -27,6 +27,7 @@ RUNS = "What `train --json` or `verify --json` printed, in files: predicted agai
 WHAT_IF = "Seconds for the page's other batches, links and numbers of devices."
 SECONDS = 20.0
 STRATEGIES = 6  # whose scaling is shown
+ALIKE = 0.9  # of the best plan's measured kernels: steps that rest on fewer are not to be compared with it
 
 WhatIf = Annotated[float, typer.Option("--what-if", metavar="SECONDS", help=WHAT_IF)]
 Told = Callable[[str, int, int], None]
@@ -121,7 +122,8 @@ def _scaling(ranking: Ranking, sized: Callable[[int], Machines], limit: float, t
             break
         told(f"{name} on {count}", done, len(cells))
         rows.append(study.row(name, count))
-    return rows
+    known = max((c.estimate.measured_share for c in ranking.candidates[:1]), default=0.0)
+    return [row for row in rows if row.figures is None or row.figures.known_from.get("measured", 0.0) >= ALIKE * known]
 
 
 def _run(path: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ function splitColour(label) {
   return `var(--${kind in SPLITS ? kind : "none"})`;
 }
 function layers(p) {
-  const wide = Math.max(7, Math.min(34, 1040 / p.layers.length)), high = 20, axes = p.axes.length ? p.axes : [];
+  const wide = Math.max(7, Math.min(60, 960 / p.layers.length)), high = 20, axes = p.axes.length ? p.axes : [];
   const left = 70, width = left + wide * p.layers.length + 4, tall = 70;
   const top = axes.length * high, most = Math.max(...p.layers.map((l) => Math.max(l.compute, l.exchange)), 1e-12);
   const stages = new Set(p.layers.map((l) => l.stage)).size > 1;
@@ -214,14 +214,15 @@ function answer(now) {
   const fact = (value, words) => node("div", {}, node("b", {}, value), node("span", {}, words));
   $("answer").replaceChildren(
     node("div", { class: "facts" }, fact(cell.name, `on ${cell.mesh}`), fact(seconds(cell.step), "a step"), fact(digits(cell.samples), "samples/s"), ...(ratio ? [fact(`${digits(ratio)} x`, "as many samples/s as planned for")] : []), fact(bytes(cell.peak), `of ${bytes(cell.capacity)}`)),
-    spentBar(cell.breakdown, cell.step, cell.step));
+    spentBar(cell.breakdown, cell.step, cell.step),
+    ...(base && cell.measured < .9 * base.measured ? [node("p", { class: "hint" }, `Of its computing ${percent(cell.measured)} rests on kernels timed for it, of the plan asked for ${percent(base.measured)}; the rest is an estimate that is mostly too fast.`)] : []));
 }
 
 // --- scaling ---
 const hidden = new Set();
 function scaling() {
   const names = [...new Set(D.scaling.filter((r) => r.samples).map((r) => r.strategy))];
-  if (!names.length) { $("scaling").hidden = true; return; }
+  if (!names.length || new Set(D.scaling.map((r) => r.devices)).size < 2) { $("scaling").hidden = true; return; }
   const colour = (name) => `var(--c${names.indexOf(name) % 10})`;
   $("curves").replaceChildren(...names.map((name) => node("button", { type: "button", "aria-pressed": String(!hidden.has(name)), onclick: () => { if (!hidden.delete(name)) hidden.add(name); scaling(); } }, node("i", { style: `display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:6px;background:${colour(name)}` }), name)));
   const rows = D.scaling.filter((r) => r.samples && !hidden.has(r.strategy));
@@ -232,8 +233,8 @@ function scaling() {
   const y = (s) => 8 + (tall - under - 8) * (1 - (Math.log2(s) - low) / Math.max(high - low, .1));
   const svg = node("svg:svg", { viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": "Samples per second over devices, both on logarithmic axes" });
   counts.forEach((d) => svg.append(node("svg:line", { x1: x(d), x2: x(d), y1: 8, y2: tall - under, style: "stroke:var(--line)" }), node("svg:text", { x: x(d), y: tall - 12, "text-anchor": "middle" }, d)));
-  const step = Math.max(1, Math.ceil((high - low) / 6));
-  for (let k = Math.ceil(low); k <= high; k += step) svg.append(node("svg:line", { x1: left, x2: width - 20, y1: y(2 ** k), y2: y(2 ** k), style: "stroke:var(--line)" }), node("svg:text", { x: left - 8, y: y(2 ** k) + 4, "text-anchor": "end" }, digits(2 ** k)));
+  const step = high - low > 3 ? Math.ceil((high - low) / 6) : (high - low) / 4;
+  for (let k = high - low > 3 ? Math.ceil(low) : low; k <= high; k += step) svg.append(node("svg:line", { x1: left, x2: width - 20, y1: y(2 ** k), y2: y(2 ** k), style: "stroke:var(--line)" }), node("svg:text", { x: left - 8, y: y(2 ** k) + 4, "text-anchor": "end" }, digits(2 ** k)));
   names.filter((n) => !hidden.has(n)).forEach((name) => {
     const mine = rows.filter((r) => r.strategy === name).sort((a, b) => a.devices - b.devices);
     svg.append(node("svg:polyline", { points: mine.map((r) => `${x(r.devices)},${y(r.samples)}`).join(" "), style: `fill:none;stroke:${colour(name)};stroke-width:2` }));

@@ -108,7 +108,7 @@ def _layers(c: Candidate, part: Part, axes: Sequence[str]) -> list[dict[str, Any
     homes, out = dict[str, dict[str, Any]](), list[dict[str, Any]]()
     for compute in computes:
         if compute.nest.anchor or not out:
-            labels = compute.labels()
+            labels = compute.labels() if compute.nest.anchor else {}  # a stage may begin with an op that follows others
             split = [labels.get(axis, "") for axis in axes]
             out.append({"name": compute.op.path, "stage": part.index, "split": split, "compute": 0.0, "exchange": 0.0,
                         "what": {}})  # fmt: skip
@@ -161,6 +161,7 @@ def _cell(answer: Answer) -> dict[str, Any]:
     return {
         "name": plan_name(best), "mesh": mesh_text(best.plan), "step": best.seconds, "samples": best.plan.batch / best.seconds,
         "breakdown": dict(best.estimate.breakdown), "peak": best.prediction.peak_bytes, "capacity": best.prediction.capacity,
+        "measured": best.estimate.measured_share,
     }  # fmt: skip
 
 
