@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -36,7 +36,7 @@ from fourfold.plans import Options, Plan, pipeline
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import Subject, save_data, subject
-from fourfold.runtime.train import begin, one_step
+from fourfold.runtime.train import NOW, begin, one_step
 from fourfold.runtime.trial import Task
 
 MODELS = {
@@ -72,6 +72,7 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 HOSTS = {name: plan for name, plan in PLANS.items() if name not in ("recompute", "gpipe")}
 PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
+OPTIMIZER = "momentum"
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo")
 ROUNDS, STEPS, WARM_UP = 2, 9, 1
 FOLDER = Path(__file__).parent / "results"
@@ -124,7 +125,7 @@ def predicted(place: str, model: str, plans: list[str], seen: Subject, cluster: 
     prices = measured_prices(lowered.values(), cluster, team)
     rows = []
     for plan, program in lowered.items():
-        found = estimate(program, prices, optimizer="momentum")
+        found = estimate(program, prices, optimizer=OPTIMIZER)
         low, high = found.interval
         rows.append(Row(place, model, plan, found.step_seconds, low, high, dict(found.breakdown), found.measured_share, [], []))
         say(f"{place} {model} {plan}: predicted {found.step_seconds * 1e3:.1f} ms")
@@ -138,11 +139,7 @@ def made(place: str, plan: str, seen: Subject, team: Ranks | Joined) -> Plan:
 
 def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) -> None:
     """Add the step times of one round."""
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        data = Path(folder, "data.pt")
-        save_data(seen.case, data)
-        task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer="momentum", steps=STEPS)
-        team(begin, task, 0)
+    started(plan, seen, team)
     looks = []
     for step in range(WARM_UP + STEPS):
         if step in (WARM_UP, WARM_UP + STEPS // 2):
@@ -155,9 +152,18 @@ def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) 
     row.speeds += [wire + (1 - wire) * pace / statistics.mean(looks)] * STEPS
 
 
-def calibrate(place: str, path: Path) -> None:
-    """Measure the place's ranks into a file."""
-    with ranks_of(place) as team:
+def started(plan: Plan, seen: Subject, team: Ranks | Joined, name: str = NOW) -> None:
+    """Let the ranks begin to train by a plan."""
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+        data = Path(folder, "data.pt")
+        save_data(seen.case, data)
+        task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer=OPTIMIZER, steps=STEPS)
+        team(begin, task, 0, name)
+
+
+def calibrate(ranks: Ranks | Joined, path: Path) -> None:
+    """Measure the ranks into a file."""
+    with ranks as team:
         for progress in calibrated(team):
             say(f"  {progress.done} of {progress.of}: {progress.next}", end="\r")
         if is_leader():
@@ -228,7 +234,7 @@ def do(options: argparse.Namespace) -> None:
     """A piece of the work."""
     (place,), kept = options.place, load(options.output)
     if options.job == "calibrate":
-        calibrate(place, options.cluster)
+        calibrate(ranks_of(place), options.cluster)
     elif options.job == "predict":
         kept += predict(place, options.model, options.only, load_cluster(options.cluster))
     else:
@@ -287,15 +293,21 @@ def say(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--place", action="append", choices=PLACES)
-    parser.add_argument("--only", action="append", default=[], help="a model, a plan, or model/plan")
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-accuracy.json")
+def parser(about: str, places: Iterable[str], name: str) -> argparse.ArgumentParser:
+    """Places, models and a file for results; and, hidden, the pieces of work that run as programs of their own."""
+    out = argparse.ArgumentParser(description=about.splitlines()[0])
+    out.add_argument("--place", action="append", choices=places)
+    out.add_argument("--only", action="append", default=[], help="a model; for accuracy a plan or model/plan too")
+    out.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-{name}.json")
     for inner in ("--job", "--model"):
-        parser.add_argument(inner, help=argparse.SUPPRESS)
-    parser.add_argument("--cluster", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+        out.add_argument(inner, help=argparse.SUPPRESS)
+    return out
+
+
+def main() -> None:
+    asked = parser(__doc__, PLACES, "accuracy")
+    asked.add_argument("--cluster", type=Path, help=argparse.SUPPRESS)
+    options = asked.parse_args()
     if options.job:
         do(options)
         return

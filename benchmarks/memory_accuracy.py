@@ -20,17 +20,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from contest import write
 
 from fourfold.errors import Infeasible
 from fourfold.oracle.memory import memory
 from fourfold.plans import Options, pipeline
-from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.measure import measure
 from fourfold.runtime.subject import Subject, save_data, subject
-from fourfold.runtime.trial import Task, optimizer_named, runner
+from fourfold.runtime.train import afterwards, begin
+from fourfold.runtime.trial import Task
 
 METHOD = "momentum SGD, float32, local gloo ranks of one thread; predicted, then the peak of allocator events of one step"
 OPTIMIZER = "momentum"
@@ -102,23 +100,12 @@ def _compared(seen: Subject, way: str, data: str, ranks: Ranks) -> Iterator[Row]
     plan = seen.plan(strategy, ranks=ranks.count, options=Options(**options))
     found = memory(pipeline(seen.graph, plan), optimizer=OPTIMIZER)
     task = Task(graph=seen.graph, plan=plan, data=data, precision="fp32", optimizer=OPTIMIZER)
-    for rank, real in enumerate(ranks(observed, task)):
+    ranks(begin, task, 0)
+    for rank, real in enumerate(measured.peak_bytes for measured in ranks(afterwards)):
         peak = found.of(rank)
         fixed = peak.parts.get("ring", 0) + peak.parts.get("slices", 0)
         yield {"rank": rank, "predicted": peak.bytes, "measured": real, "fixed": fixed,
                "error": (peak.bytes - real) / (real - fixed), "at": f"{peak.action}: {peak.op}"}  # fmt: skip
-
-
-def observed(task: Task) -> int:
-    """This rank's peak in a training step."""
-    data = torch.load(task.data, mmap=True)
-    running = runner(task, data["state"], Randomness())
-    parameters = [tensor for _, tensor in running.named()]
-    optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
-    if optimizer is not None:
-        running.follow(optimizer)
-    feeds = dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True))
-    return measure(running, optimizer, feeds).peak_bytes
 
 
 def table(found: Sequence[Row]) -> str:

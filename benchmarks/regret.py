@@ -20,26 +20,23 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accuracy import MODELS, say
+from accuracy import MODELS, OPTIMIZER, calibrate, parser, say, started
 from scipy.stats import binom
 from slow_link import hosts
 
-from fourfold.cluster import load_cluster, save_cluster
-from fourfold.gauge.calibration import calibrated
+from fourfold.cluster import load_cluster
 from fourfold.gauge.measuring import timing
 from fourfold.oracle.figures import Setting
 from fourfold.oracle.prices import Prices
 from fourfold.planner import Task, search
 from fourfold.plans import Plan, load_plan, save_plan
-from fourfold.runtime import trial
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.subject import Subject, save_data, subject
-from fourfold.runtime.train import NOW, begin, one_step
+from fourfold.runtime.subject import Subject, subject
+from fourfold.runtime.train import NOW, one_step
 
 PLACES = {"2": "", "4": "", "1gbit": "1gbit", "100mbit": "100mbit"}
 NAMES = ("vgg16-cifar", "resnet50", "unet3d", "gpt2")
-OPTIMIZER = "momentum"
 CHOSEN = "chosen"
 SCREENED = 5  # steps, less of slow plans
 RIVALS = 3
@@ -186,20 +183,7 @@ def prepared(match: Match) -> Subject:
 
 
 def start(contender: Contender, seen: Subject, team: Ranks | Joined, folder: Path, name: str) -> None:
-    plan = load_plan(folder / f"{contender.name.replace(':', ' ')}.json")
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as place:
-        data = Path(place, "data.pt")
-        save_data(seen.case, data)
-        task = trial.Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer=OPTIMIZER, steps=1)
-        team(begin, task, 0, name)
-
-
-def calibrate(place: str, path: Path) -> None:
-    with ranks_of(place) as team:
-        for progress in calibrated(team):
-            say(f"  {progress.done} of {progress.of}: {progress.next}", end="\r")
-        if is_leader():
-            save_cluster(progress.cluster, path)
+    started(load_plan(folder / f"{contender.name.replace(':', ' ')}.json"), seen, team, name)
 
 
 def ranks_of(place: str) -> Ranks | Joined:
@@ -251,7 +235,7 @@ def do(options: argparse.Namespace) -> None:
     (place,), folder = options.place, options.folder
     cluster, file = folder / "cluster.toml", folder / "match.json"
     if options.job == "calibrate":
-        calibrate(place, cluster)
+        calibrate(ranks_of(place), cluster)
         return
     if options.job == "choose":
         match = choose(place, options.model, cluster, folder)
@@ -263,15 +247,10 @@ def do(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--place", action="append", choices=PLACES)
-    parser.add_argument("--only", action="append", choices=NAMES, help="a model")
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-regret.json")
-    parser.add_argument("--calibrated", type=Path, help="a calibration of the place, taken before")
-    for inner in ("--job", "--model"):
-        parser.add_argument(inner, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    asked = parser(__doc__, PLACES, "regret")
+    asked.add_argument("--calibrated", type=Path, help="a calibration of the place, taken before")
+    asked.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = asked.parse_args()
     if options.job:
         do(options)
         return

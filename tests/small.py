@@ -19,10 +19,9 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
 from fourfold.plans import Plan, Program, lower, named
 from fourfold.runtime.compare import worst_error
-from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.measure import measure
-from fourfold.runtime.trial import Task, Trial, optimizer_named, run_task, runner
+from fourfold.runtime.train import Trainer
+from fourfold.runtime.trial import Task, Trial, run_task
 from ranks import pool
 
 torch.set_num_threads(1)  # as the ranks have; on busy cores small kernels only wait for more
@@ -107,11 +106,5 @@ def assert_equal(errors: dict[str, float]) -> None:
 
 def observed(task: Task, times: int = 1) -> list[int]:
     """This rank's peak in a training step, measured a few times."""
-    data = torch.load(task.data, mmap=True)
-    running = runner(task, data["state"], Randomness())
-    parameters = [tensor for _, tensor in running.named()]
-    optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
-    if optimizer is not None:
-        running.follow(optimizer)
-    feeds = dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True))
-    return [measure(running, optimizer, feeds).peak_bytes for _ in range(times)]
+    trainer = Trainer(task, seed=0)
+    return [trainer.afterwards().peak_bytes for _ in range(times)]

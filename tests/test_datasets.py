@@ -9,16 +9,15 @@ import torch
 
 from fourfold.cli.door import run
 from fourfold.errors import InvalidInput
-from fourfold.models.spec import build
 from fourfold.runtime.datasets import dataset
+from fourfold.runtime.subject import subject
 from fourfold.runtime.train import Trainer
 
 MODEL = "vgg16-cifar,width=64,channels=8"
 
 
 def test_digits_fit_the_shapes_of_the_model() -> None:
-    case = build(MODEL, batch=16)
-    images, classes = dataset("digits", case) or []
+    images, classes = dataset("digits", subject(MODEL, batch=16)) or []
     assert images.shape == (1797, 3, 32, 32) and classes.shape == (1797,)
     assert images.mean().abs() < 1e-3 and (images.std() - 1).abs() < 1e-3
     assert sorted(set(classes.tolist())) == list(range(10))
@@ -31,10 +30,18 @@ def test_an_epoch_shows_every_example_once_and_the_next_in_another_order() -> No
     assert sorted(rows[0] + rows[1]) == sorted(set(rows[0] + rows[1])) and rows[:2] != rows[2:]
 
 
-@pytest.mark.parametrize(("model", "name", "word"), [("gpt2", "digits", "digits are images"), (MODEL, "digit", "unknown data")])
-def test_what_does_not_fit_is_refused(model: str, name: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "batch", "name", "word"),
+    [
+        ("gpt2,layers=1", 2, "digits", "digits are images"),
+        (MODEL, 2, "digit", "unknown data"),
+        (f"{MODEL},classes=5", 2, "digits", "the model tells 5"),
+        (MODEL, 2000, "digits", "there are 1797 digits, the batch is 2000"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model: str, batch: int, name: str, word: str) -> None:
     with pytest.raises(InvalidInput, match=word):
-        dataset(name, build(model, batch=2, meta=True))
+        dataset(name, subject(model, batch=batch, data=False))
 
 
 def test_training_on_digits_learns_and_does_not_depend_on_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,8 +117,7 @@ def test_the_same_search_twice_gives_the_same_ranking() -> None:
 
 
 def smaller(wanted: Task, factor: float) -> Task:
-    prices = wanted.setting.prices.on(roomier(wanted.cluster, factor))
-    return replace(wanted, setting=replace(wanted.setting, prices=prices))
+    return replace(wanted, setting=wanted.setting.on(roomier(wanted.cluster, factor)))
 
 
 def test_with_less_memory_a_slower_plan_that_fits_is_chosen_and_with_none_nothing() -> None:

@@ -24,7 +24,6 @@ from small import Subject, assert_equal, observed, subject
 
 PRESETS = ("ethernet-1g", "ethernet-10g", "ethernet-25g-gpu", "abci", "dgx-h100", "cori-knl")
 UNDER = 0.03
-PAGE = 4096  # bytes: some of these networks need no more than ten of them
 
 
 class Residual(nn.Module):
@@ -149,14 +148,13 @@ def test_what_is_found_for_any_network_and_cluster_gives_the_numbers_of_one_devi
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(300, 340), marks=pytest.mark.slow)])
-def test_no_rank_needs_more_memory_than_foretold(seeds: range) -> None:
+def test_no_plan_needs_more_memory_than_foretold(seeds: range) -> None:
+    """Of the fullest rank, by which a plan fits or does not."""
     for seed in seeds:
         graph, one, batch, rng = drawn(seed)
-        found = searched(graph, batch, local(rng.randint(2, 4)))
-        best = found.best
+        best = searched(graph, batch, local(rng.randint(2, 4))).best
         assert best is not None
         task = replace(one.task, plan=best.plan, precision="fp32", optimizer="momentum")
-        for rank, (real,) in enumerate(pool(best.plan.size)(observed, task)):
-            foretold = best.prediction.memory.of(rank).bytes
-            told = f"seed {seed}, rank {rank} of {best.plan.strategy} on {best.plan.mesh}"
-            assert real <= max(foretold * (1 + UNDER), foretold + PAGE), told
+        fullest = max(real for (real,) in pool(best.plan.size)(observed, task))
+        told = f"seed {seed}, {best.plan.strategy} on {best.plan.mesh}, {len(best.plan.stages)} stages"
+        assert fullest <= best.prediction.peak_bytes * (1 + UNDER), told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from fourfold.errors import InvalidInput
 
 KERNELS = "Time the kernels of this MODEL too, divided by data over the ranks; may be given several times."
 
-ROUNDS = "How often everything is measured: more rounds take longer and stray less."
+ROUNDS = "How often everything is measured, 6 times if nothing is said: more rounds take longer and stray less."
 
 
 def calibrate(
@@ -21,7 +22,7 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the cluster to this TOML file.")] = None,
     model: Annotated[list[str] | None, typer.Option("--model", help=KERNELS, show_default=False)] = None,
     batch: Batch = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help=ROUNDS)] = 6,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help=ROUNDS)] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine with N ranks, or the cluster under torchrun: collectives, rates, kernels.
@@ -34,7 +35,7 @@ def calibrate(
         from fourfold.cluster.cache import calibration_file
         from fourfold.cluster.local import usable_cores
         from fourfold.gauge.calibration import calibrated
-        from fourfold.gauge.collectives import Effort
+        from fourfold.gauge.collectives import FULL
         from fourfold.gauge.measuring import here, warm
         from fourfold.report.calibration import calibration_record, calibration_text
         from fourfold.runtime.crew import crew, is_leader, under_torchrun
@@ -48,7 +49,7 @@ def calibrate(
             cluster = None
             try:
                 name = output.stem if output is not None else "local"
-                for progress in calibrated(team, name=name, effort=Effort(rounds=rounds)):
+                for progress in calibrated(team, name=name, effort=replace(FULL, rounds=rounds or FULL.rounds)):
                     cluster = here(progress.cluster) if progress.done else None
                     told(progress.next, progress.done, progress.of)
             finally:  # interrupted, too

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,10 +108,9 @@ def _scaling(ranking: Ranking, sized: Callable[[int], Machines], limit: float, t
     settings = {}
     for count in sorted({1, *(2**k for k in range(20) if 2**k <= 2 * task.devices), task.devices}):
         try:
-            prices = task.setting.prices.on(sized(count))
-        except Error:
+            settings[count] = task.setting.on(sized(count))
+        except Error:  # the cluster has not so many, or its rates are not known alike
             continue
-        settings[count] = replace(task.setting, prices=prices)
     if 1 not in settings:
         return []
     study, rows, begun = Study(graph=task.graph, settings=settings, batch=task.batch), [], time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +14,10 @@ from fourfold.cli.output import check_place, written
 from fourfold.cli.voice import Voice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fourfold.reproduce.study import Reproduction
 
 PAPERS = ("integrated",)
+Told = Callable[[str, int, int], None]
 
 
 def reproduce(
@@ -33,7 +33,7 @@ def reproduce(
         name = one_of("paper", paper, PAPERS)
         page = output or Path(f"{name}.html")
         check_place(page)
-        found = _integrated(told)
+        found = RERUN[name](told)
         written(lambda: page.write_text(reproduction_page(found), "utf-8"), page)
         record = {**found.record(), "file": str(page)}
         beside = page.with_suffix(".json")
@@ -42,7 +42,7 @@ def reproduce(
     return 0 if found.holds else 1
 
 
-def _integrated(told: Callable[[str, int, int], None]) -> Reproduction:
+def _integrated(told: Told) -> Reproduction:
     from fourfold.planner import Task, search
     from fourfold.reproduce.integrated import BATCH, DEVICES, reproduced
     from fourfold.runtime.subject import subject
@@ -62,3 +62,6 @@ def _integrated(told: Callable[[str, int, int], None]) -> Reproduction:
         return f"{best.plan.strategy} on {shape}", ", ".join(words) or "as the rest", best.seconds, data.seconds
 
     return reproduced(planned)
+
+
+RERUN: dict[str, Callable[[Told], Reproduction]] = {"integrated": _integrated}

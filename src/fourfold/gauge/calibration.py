@@ -22,6 +22,7 @@ from fourfold.errors import InvalidInput
 from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates
 from fourfold.gauge.middle import apart, middle
 from fourfold.gauge.pace import pace_now
+from fourfold.plans.mesh import divisors
 from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.crew import Crew
 
@@ -137,7 +138,7 @@ def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
     """The curves that plans on these ranks may ask for."""
     out = []
     count = len(hosts)
-    for size in [n for n in range(2, count + 1) if count % n == 0]:
+    for size in divisors(count)[1:]:
         near = tuple(tuple(range(k, k + size)) for k in range(0, count, size))
         far = tuple(tuple(range(k, count, count // size)) for k in range(count // size))
         for groups in dict.fromkeys((near, far, near[:1], far[:1])):

@@ -7,7 +7,7 @@ the program, or ParaDL's formulas, which know no interval, no timeline and no st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from fourfold.cluster import Cluster
@@ -37,6 +37,10 @@ class Setting:
     @property
     def cluster(self) -> Cluster:
         return self.prices.cluster
+
+    def on(self, cluster: Cluster) -> Setting:
+        """The same on another cluster."""
+        return replace(self, prices=self.prices.on(cluster))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,11 +84,8 @@ def _what_if(
     task: Task, change: str, say: Callable[[str], None], *, cluster: Cluster | None = None, batch: int | None = None
 ) -> WhatIf:
     say(f"with {change}")
-    setting = task.setting
-    if cluster is not None:
-        setting = replace(setting, prices=setting.prices.on(cluster))
     try:
-        found = search(replace(task, setting=setting, batch=batch or task.batch))
+        found = again(task, cluster=cluster or task.cluster, batch=batch or task.batch)
     except Error as reason:
         return WhatIf(change=change, best=None, reason=str(reason))
     if found.best is not None:
@@ -96,6 +93,11 @@ def _what_if(
     nearest = found.candidates[0] if found.candidates else None
     over = f"{nearest.over / 2**30:.1f} GiB over at best" if nearest is not None else "nothing can be split so"
     return WhatIf(change=change, best=None, reason=over)
+
+
+def again(task: Task, *, cluster: Cluster, batch: int, limit: float | None = None) -> Ranking:
+    """The same search on another cluster, for another batch, perhaps with less time."""
+    return search(replace(task, setting=task.setting.on(cluster), batch=batch, limit=limit or task.limit))
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:

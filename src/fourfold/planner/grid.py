@@ -6,12 +6,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fourfold.cluster import Cluster
 from fourfold.errors import Error
-from fourfold.planner.explain import faster
-from fourfold.planner.search import search
+from fourfold.planner.explain import again, faster
 from fourfold.planner.task import Candidate, Ranking, Task
 
 BATCHES = (0.5, 1, 2, 4)  # times what was asked, as the others
@@ -89,10 +88,8 @@ def _far(point: Point, asked: Point) -> tuple[int, float]:
 
 
 def _answer(task: Task, point: Point, sized: Callable[[int], Cluster], limit: float) -> Answer:
-    cluster = faster(sized(point.devices), point.links)
-    setting = replace(task.setting, prices=task.setting.prices.on(cluster))
     try:
-        found = search(replace(task, batch=point.batch, setting=setting, limit=limit))
+        found = again(task, cluster=faster(sized(point.devices), point.links), batch=point.batch, limit=limit)
     except Error as reason:
         return Answer(best=None, reason=str(reason))
     return Answer(best=found.best, reason="" if found.best is not None else found.nearest())

@@ -25,7 +25,8 @@ from fourfold.oracle.estimate import estimate
 from fourfold.oracle.prices import Prices
 from fourfold.planner.meshes import WIDEST
 from fourfold.planner.split_search import Found, Splitting
-from fourfold.planner.stage_search import Staged, staged
+from fourfold.planner.stage_search import staged
+from fourfold.planner.stages import Staged
 from fourfold.planner.task import AUTO, Candidate, Ranking, Refusal, Task
 from fourfold.plans import named, pipeline
 from fourfold.plans.additive import microbatched
@@ -61,7 +62,8 @@ def search(task: Task, say: Say = lambda text: None) -> Ranking:
         say(f"timing the kernels of {len(guessed)} plans")
         known, prices = task.setting.prices, measure(guessed)
         if time.perf_counter() - begun > task.limit:
-            return replace(found, notes=(*found.notes, f"stopped after {task.limit:g} s: not all kernels were timed"))
+            found = replace(found, notes=(*found.notes, f"stopped after {task.limit:g} s: not all kernels were timed"))
+            break
         if prices.kernels.keys() == known.kernels.keys():
             break  # what is left cannot be timed
         task = replace(task, setting=replace(task.setting, prices=prices))

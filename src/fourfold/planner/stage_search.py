@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from fourfold.errors import Infeasible
 from fourfold.planner.meshes import DATA, EVERY, MODEL, Grid
 from fourfold.planner.solve import solve
 from fourfold.planner.split_search import ROOM, Splitting, emitted
-from fourfold.planner.stages import Partition, boundaries, layers, load, partition
+from fourfold.planner.stages import SYNCHRONOUS, Partition, Staged, layers, partition
 from fourfold.planner.task import AUTO, Refusal, Task
+from fourfold.planner.uneven import uneven
 from fourfold.plans.additive import microbatched
-from fourfold.plans.balance import least_loaded_by
 from fourfold.plans.mesh import Mesh, divisors
-from fourfold.plans.plan import Plan, Stage
+from fourfold.plans.plan import Stage
 from fourfold.plans.schedule import schedule_named
 
-SCHEDULES = ("1f1b-so", "1f1b-sno")
 TURNS = (4, 2)  # micro-batches per stage; of many stages, or many devices, the first alone
 MANY = 16  # devices up to which stages of different sizes are tried
 FEW = 4  # devices on which as many micro-batches as stages are tried too: larger ones, which small networks need
 DEEPEST = 32  # stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged:
-    """A plan of stages and its step by the formula ``(M + N - 1) x slowest + sums and updates``."""
-
-    plan: Plan
-    cost: float
 
 
 def staged(task: Task, compute: float, best: float, *, few: bool, mixed: bool) -> Iterator[Staged | Refusal]:
@@ -56,7 +43,7 @@ def staged(task: Task, compute: float, best: float, *, few: bool, mixed: bool) -
                     yield from _cut(task, graphs[micro], grid, count, micro)
                 except Infeasible as reason:
                     yield Refusal(strategy=f"{AUTO} {count} stages", reason=str(reason))
-    for count in () if few or mixed else _uneven(task):
+    for count in () if few or mixed else _unequal(task):
         micro = min(TURNS[0] * count, task.batch)
         if compute * (micro + count - 1) / micro <= best:
             try:
@@ -66,51 +53,10 @@ def staged(task: Task, compute: float, best: float, *, few: bool, mixed: bool) -
                 yield Refusal(strategy=f"{AUTO} {count} unequal stages", reason=str(reason))
 
 
-def _uneven(task: Task) -> range:
+def _unequal(task: Task) -> range:
     """Numbers of stages of different sizes worth a look: on few devices, all of one kind."""
     alike = len({kind.name for kind, _ in task.cluster.runs_in_use()}) == 1
     return range(2, 4 if task.devices <= FEW else 3) if alike and 2 < task.devices <= MANY else range(0)
-
-
-def uneven(task: Task, splitting: Splitting, count: int, micro: int) -> Iterator[Staged]:
-    """The best stages of different numbers of ranks, each taking its share of the examples: cuts and numbers together, as in
-    PipeDream, by dynamic programming over the boundary and the ranks that are left.
-
-    best[s][u, j] = min over i < j and r of max(best[s-1][u-r, i], load[r][i, j])
-    """
-    size, known = -(-task.batch // micro), {op.path for op in task.graph.ops}
-    kinds = {}
-    for ranks in range(1, min(task.devices - count + 1, size) + 1):
-        grid = Grid(mesh=Mesh.of(data=ranks), splits={DATA: ("batch",)})
-        surrogate = splitting.surrogate(grid, tuple(range(ranks)), size, micro)
-        solution = solve(surrogate.problem(0.0))
-        assert solution is not None
-        kinds[ranks] = layers(splitting.graph, surrogate, solution.choice, known), surrogate.rules(solution.choice)
-    turns = schedule_named(SCHEDULES[0], count, micro)
-    inner, room = boundaries(kinds[1][0], count), ROOM * task.cluster.memory(0)
-
-    def loaded(ranks: int, stage: int) -> np.ndarray:
-        def transfer(moved: float) -> float:
-            return task.setting.prices.collective("send", ((0, ranks),), moved / ranks).seconds
-
-        return load(kinds[ranks][0], inner, speed=1.0, flight=turns.in_flight(stage), room=room, transfer=transfer)
-
-    loads = [{ranks: loaded(ranks, stage) for ranks in kinds} for stage in range(count)]
-    found = least_loaded_by(loads, task.devices)
-    if found is None or len(set(found[1])) == 1:  # equal ones were tried
-        return
-    cuts, sizes, slowest = found
-    begins = [0, *(inner[k - 1] for k in cuts)]
-    paths, ends = kinds[1][0].paths, [0, *itertools.accumulate(sizes)]
-    homes = {path: bisect.bisect_right(begins, k) - 1 for k, path in enumerate(paths)}
-    rules = tuple(rule for k, r in enumerate(sizes) for rule in kinds[r][1] if homes[rule[0]] == k)
-    plan = emitted(task.graph, task.batch, Mesh.of(data=sizes[0]), rules)
-    stages = tuple(
-        Stage(first=paths[begin], ranks=tuple(range(*ends[k : k + 2])), mesh=Mesh.of(data=sizes[k]))
-        for k, begin in enumerate(begins)
-    )
-    made = replace(plan, inputs={DATA: "batch"}, stages=stages, microbatches=micro, schedule=SCHEDULES[0])
-    yield Staged(plan=made, cost=(micro + count - 1) * slowest)
 
 
 def _grids(task: Task, ranks: int) -> Iterator[Grid]:
@@ -137,7 +83,7 @@ def _cut(task: Task, splitting: Splitting, grid: Grid, count: int, micro: int) -
         return prices.collective("send", ((0, ranks),), size / ranks).seconds
 
     best: tuple[str, Partition] | None = None
-    for schedule in SCHEDULES:
+    for schedule in SYNCHRONOUS:
         turns = schedule_named(schedule, count, micro)
         flights = [turns.in_flight(stage) for stage in range(count)]
         rooms = [ROOM * cluster.memory(rank) for rank in firsts]

@@ -17,6 +17,10 @@ import numpy as np
 from fourfold.graph import Graph
 from fourfold.planner.surrogate import Surrogate
 from fourfold.plans.balance import alive_bytes, heads, least_loaded, places
+from fourfold.plans.plan import Plan
+
+SYNCHRONOUS = ("1f1b-so", "1f1b-sno")
+"""Schedules to choose from: the faster one first, which holds more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,14 @@ class Partition:
 
     firsts: tuple[str, ...]
     slowest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A plan of stages and its step by the formula ``(M + N - 1) x slowest + sums and updates``."""
+
+    plan: Plan
+    cost: float
 
 
 def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], known: Collection[str]) -> Layers:

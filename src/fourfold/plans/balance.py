@@ -98,26 +98,14 @@ def places(work: np.ndarray, alive: np.ndarray, begins: list[bool], stages: int,
 
 def least_loaded(loads: Sequence[np.ndarray]) -> tuple[list[int], float]:
     """The cuts that make the most loaded piece least loaded, and its load: infinite if no cuts are allowed. Of each piece,
-    `load[i, j]` from boundary i to j, the first and last of which are the ends; infinite where it may not be.
-
-    best[s][j] = min over i < j of max(best[s-1][i], load[s][i, j])
-    """
-    best, back = np.full(len(loads[0]), np.inf), list[np.ndarray]()
-    best[0] = 0.0
-    for load in loads:
-        joined = np.maximum(best[:, None], np.where(np.tri(len(load), dtype=bool), np.inf, load))
-        back.append(joined.argmin(0))
-        best = joined.min(0)
-    cuts, at = list[int](), len(best) - 1
-    for choice in reversed(back[1:]):
-        at = int(choice[at])
-        cuts.append(at)
-    return cuts[::-1], float(best[-1])
+    `load[i, j]` from boundary i to j, the first and last of which are the ends; infinite where it may not be."""
+    found = least_loaded_by([{1: load} for load in loads], len(loads))
+    return (found[0], found[2]) if found is not None else ([], float("inf"))
 
 
 def least_loaded_by(loads: Sequence[Mapping[int, np.ndarray]], ranks: int) -> tuple[list[int], list[int], float] | None:
-    """As `least_loaded` where pieces may have different numbers of ranks, `ranks` together: `loads` by piece and by its ranks.
-    The cuts, the ranks of each piece and the most loaded one's load; None if nothing is allowed.
+    """As `least_loaded`, for pieces of different numbers of ranks, `ranks` together: `loads` by piece and by its ranks. The
+    cuts, the ranks of each piece and the most loaded one's load; None if nothing is allowed.
 
     best[s][u][j] = min over i < j and r of max(best[s-1][u - r][i], load[s][r][i, j])
     """

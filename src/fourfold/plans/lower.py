@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fourfold.errors import Infeasible, InvalidInput
-from fourfold.graph import Graph, Op, Size
+from fourfold.errors import Infeasible
+from fourfold.graph import Graph, Op
 from fourfold.index import IndexSet
 from fourfold.ops.nest import Nest, Window, nest_of, same
 from fourfold.plans.exchange import Exchange
@@ -20,9 +20,10 @@ from fourfold.plans.hints import Hints, block_hints, domain_dims
 from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import segments
 from fourfold.plans.own import Own
+from fourfold.plans.passes import Run, run_of
 from fourfold.plans.place import Placement, place
 from fourfold.plans.plan import Passes, Plan
-from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step
+from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step, renamed
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
@@ -332,76 +333,40 @@ class _Lowering:
                 if axes and name in live:
                     self.reductions[name] = axes
                 aliases.update({slot: name for slot in uses[name].values() if slot != name})
-        return tuple(_aliased(step, aliases) for step in self.steps if not _dropped(step, aliases))
+        return renamed(self.steps, aliases)
 
     def _passes(self, region: Passes, at: int) -> int:
         """Lower a run of ops once per pass, each on a slice of every member's examples."""
-        ops = self.graph.ops
-        end = next((i for i in range(at, len(ops)) if ops[i].path == region.last), None)
-        if end is None:
-            raise InvalidInput(f"passes end at '{region.last}', which does not follow '{region.first}'")
-        inside = ops[at : end + 1]
-        made = {name for op in inside for name in op.results}
-        entries = [n for n in dict.fromkeys(n for op in inside for n in op.operands) if n in self.layouts and n not in made]
-        entries = [n for n in entries if n not in self.leaves]
-        used = {self.graph.loss, *self.graph.outputs, *(n for op in ops[end + 1 :] for n in op.operands)}
-        exits = [n for op in inside for n in op.results if n in used]
-        self._check_passes(region, inside, made)
-        if len(entries) != 1:
-            raise Infeasible(f"passes from {region.first} need one tensor to enter, {len(entries)} do; use count=1")
-        (entry,) = entries
-        batch_dim = self.symbolic.batch_dim(entry)
-        if batch_dim is None or any(self.symbolic.batch_dim(name) is None for name in exits):
-            raise Infeasible(f"passes from {region.first} need tensors with a batch dim of its own; use count=1")
-        own = self.layouts[entry].dims[batch_dim]
-        bodies = []
-        for k in range(region.count):
-            bodies.append(self._one_pass(region, k, inside, entry, batch_dim, own, exits))
+        run = run_of(region, at, self.graph, self.symbolic, known=self.layouts.keys() - self.leaves)
+        own = self.layouts[run.entry].dims[run.dim]
+        bodies = tuple(self._one_pass(region, k, run, own) for k in range(region.count))
         outs = []
-        for name in exits:
-            dim = self.symbolic.batch_dim(name)
-            assert dim is not None
+        for name, dim in run.exits:
             shape = self.graph.values[name].shape
             self.layouts[name] = Layout(tuple(own if d == dim else Own.whole(s) for d, s in enumerate(shape)))
             outs.append((f"{name}/out", name, dim))
-        self.steps.append(Repeat(bodies=tuple(bodies), entries=((entry, batch_dim),), exits=tuple(outs)))
-        return end + 1
+        self.steps.append(Repeat(bodies=bodies, entries=((run.entry, run.dim),), exits=tuple(outs)))
+        return at + len(run.ops)
 
-    def _check_passes(self, region: Passes, inside: tuple[Op, ...], made: set[str]) -> None:
-        """Refuse passes over ops that see several examples at once, or that write buffers."""
-        for buffer, value in self.graph.writes:
-            if value in made:
-                raise Infeasible(f"passes from {region.first} cover a write to buffer {buffer}; use count=1")
-        for op in inside:
-            nest = nest_of(op, self.graph)
-            kinds = {loop.name: loop.kind for loop in nest.loops}
-            for name, dims in zip((*op.operands, *op.results), (*nest.operands, *nest.results), strict=True):
-                sized = [d for d, size in enumerate(self.symbolic.values[name].shape) if isinstance(size, Size)]
-                if any(kinds.get(t if isinstance(t, str) else "") != "map" for d in sized for t in dims[d]):
-                    raise Infeasible(f"passes from {region.first} cover {op.path}, which mixes examples; use count=1")
-
-    def _one_pass(
-        self, region: Passes, k: int, inside: tuple[Op, ...], entry: str, dim: int, own: Own, exits: list[str]
-    ) -> tuple[Compute | Move, ...]:
+    def _one_pass(self, region: Passes, k: int, run: Run, own: Own) -> tuple[Compute | Move, ...]:
         """One pass as if its examples were the whole batch."""
         counts = [len(s.parts(region.count)[k]) for s in own.sets]
         total = sum(counts)
         renumbered = Own(own.axes, own.extents, IndexSet.consecutive(counts))
         sub = _Lowering(self.symbolic, self.symbolic.at(total), self.plan, self.chooser, self.around)
         sub.examples = tuple(i for s in own.sets for i in s.parts(region.count)[k])
-        layout = self.layouts[entry]
-        dims = tuple(renumbered if d == dim else o for d, o in enumerate(layout.dims))
-        sub.layouts[entry] = Layout(dims, layout.partial)
+        layout = self.layouts[run.entry]
+        dims = tuple(renumbered if d == run.dim else o for d, o in enumerate(layout.dims))
+        sub.layouts[run.entry] = Layout(dims, layout.partial)
         sub.free = {n for n in self.free if n not in sub.layouts}
         for name in self.leaves - self.free:
             sub.layouts[name] = self.layouts[name]
         sub.stored, sub.before = self.stored, self.before
         sub.forms = {key: slot for key, slot in self.forms.items() if key[0] in self.parameters}
-        for op in inside:
+        for op in run.ops:
             sub._visit(op)
         none = Nest(loops=(), operands=(), results=())
-        for name in exits:
-            at = self.symbolic.batch_dim(name)
+        for name, at in run.exits:
             shape = sub.graph.values[name].shape
             back = Layout(tuple(renumbered if d == at else Own.whole(s) for d, s in enumerate(shape)))
             slot = sub._demand(name, back, none)
@@ -419,17 +384,3 @@ class _Lowering:
 def _is_halo(have: Layout, need: Layout, nest: Nest) -> bool:
     windowed = any(isinstance(t, Window) for dims in nest.operands for terms in dims for t in terms)
     return windowed and have.sharded == need.sharded
-
-
-def _aliased(step: Step, aliases: Mapping[str, str]) -> Step:
-    if isinstance(step, Compute):
-        inputs = tuple(aliases.get(slot, slot) for slot in step.inputs)
-        return step if inputs == step.inputs else replace(step, inputs=inputs)
-    if isinstance(step, Repeat):
-        bodies: Any = tuple(tuple(_aliased(s, aliases) for s in body if not _dropped(s, aliases)) for body in step.bodies)
-        return replace(step, bodies=bodies)
-    return step
-
-
-def _dropped(step: Step, aliases: Mapping[str, str]) -> bool:
-    return isinstance(step, Move) and step.target in aliases

@@ -6,8 +6,9 @@ into another; `Repeat` runs a body once per pass. Nothing here is bound to a ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest
@@ -136,3 +137,18 @@ class Program:
     def replicated(self) -> list[Compute]:
         """Ops without a rule that therefore ran whole on every rank, tensors that depend on the batch among their operands."""
         return [c for c in self.computes() if c.nest.kernel == "replicated"]
+
+
+def renamed(steps: Iterable[Step], aliases: Mapping[str, str]) -> tuple[Step, ...]:
+    """The steps reading other slots instead of some, and without the moves that made those."""
+    return tuple(_renamed(step, aliases) for step in steps if not (isinstance(step, Move) and step.target in aliases))
+
+
+def _renamed(step: Step, aliases: Mapping[str, str]) -> Step:
+    if isinstance(step, Compute):
+        inputs = tuple(aliases.get(slot, slot) for slot in step.inputs)
+        return step if inputs == step.inputs else replace(step, inputs=inputs)
+    if isinstance(step, Repeat):
+        bodies: Any = tuple(renamed(body, aliases) for body in step.bodies)
+        return replace(step, bodies=bodies)
+    return step

@@ -11,6 +11,7 @@ from fourfold.oracle.items import Item
 from fourfold.oracle.scaling import Row
 from fourfold.planner import Candidate, Ranking
 from fourfold.planner.grid import Answer, Grid, Point
+from fourfold.planner.search import alike
 from fourfold.plans.pipeline import Part
 from fourfold.report.costs import setting_words
 from fourfold.report.ranking import plan_name
@@ -62,7 +63,7 @@ def _shown(ranking: Ranking, chosen: Candidate | None) -> list[Candidate]:
     some = list(ranking.candidates[:PLANS])
     if chosen is None:
         return some
-    return [chosen, *(c for c in some if c.seconds != chosen.seconds or mesh_text(c.plan) != mesh_text(chosen.plan))]
+    return [chosen, *(c for c in some if not alike(c.plan, chosen.plan))]
 
 
 def _plan(c: Candidate) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def train(
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         file = Path(folder, "data.pt")
-        save_data(subject.case, file, dataset(data, subject.case))
+        save_data(subject.case, file, dataset(data, subject))
         task = Task(graph=subject.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer, steps=steps)
         ranks(begin, task, seed)
     for step in range(steps):
@@ -128,7 +128,7 @@ class Trainer:
     def _next(self, number: int, examples: list[Tensor]) -> list[Tensor]:
         """The part of its epoch's order that a step has; what does not fill a batch is left for another order."""
         size, count = self.example[0].shape[0], examples[0].shape[0]
-        epoch, step = divmod(number, max(count // size, 1))
+        epoch, step = divmod(number, count // size)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
         rows = order[step * size : (step + 1) * size]
         return [tensor[rows] for tensor in examples]
