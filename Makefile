@@ -7,7 +7,7 @@ DEMO   := build/demo
 MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy verify-all clean
+.PHONY: help setup demo test check bench accuracy reproduce verify-all clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -48,10 +48,13 @@ check: setup  ## ruff, and mypy in strict mode on src
 bench: setup  ## the benchmarks
 	@$(BIN)/python benchmarks/run.py
 
-accuracy: setup  ## predictions of time and memory against measurements, and how far calibrations repeat (most of an hour)
+accuracy: setup  ## predictions of time and memory against measurements, and how far calibrations repeat (more than an hour)
 	@$(BIN)/python benchmarks/accuracy.py
 	@$(BIN)/python benchmarks/memory_accuracy.py
 	@$(BIN)/python benchmarks/repeatability.py
+
+reproduce: setup  ## the four papers rerun, pages under build/reproduce (about ten minutes; root for slow links)
+	@$(BIN)/python benchmarks/reproduce.py
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
 	@$(BIN)/python tests/verify_all.py

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contest import Times, compared, example, taken_turns, write
-from slow_link import hosts
 
 from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named
 from fourfold.plans.rehearse import makespan
 from fourfold.plans.schedule import schedule_named
+from fourfold.reproduce.hosts import hosts
 from fourfold.runtime.parallel import Parallel, parallelize, signed
 
 METHOD = (

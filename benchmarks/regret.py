@@ -22,7 +22,6 @@ from pathlib import Path
 
 from accuracy import MODELS, OPTIMIZER, calibrate, parser, say, started
 from scipy.stats import binom
-from slow_link import hosts
 
 from fourfold.cluster import load_cluster
 from fourfold.gauge.measuring import timing
@@ -30,6 +29,7 @@ from fourfold.oracle.figures import Setting
 from fourfold.oracle.prices import Prices
 from fourfold.planner import Task, search
 from fourfold.plans import Plan, load_plan, save_plan
+from fourfold.reproduce.hosts import hosts
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import Subject, subject

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -306,3 +307,12 @@ def test_random_numbers_that_no_rule_keeps_alike_are_refused_by_name() -> None:
     graph = capture(Noisy(), (torch.randn(4, 5),))
     with pytest.raises(Infeasible, match=r"draws random numbers and has no rule that keeps ranks alike"):
         lower(graph, named("data", graph, ranks=2, batch=4))
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"batch_first": True}, {"num_layers": 2, "proj_size": 3}])
+def test_recurrent_layers_are_captured_as_torch_would(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their shapes alone, and step by step as torch does: the same graph."""
+    args = nn.LSTM(5, 4, **options), (torch.randn(4, 6, 5) if options.get("batch_first") else torch.randn(6, 4, 5),)
+    quick = capture(args[0], args[1], (), lambda out: out[0].square().mean() + out[1][1].sum(), fixed=True)
+    monkeypatch.setattr("fourfold.graph.capture.by_shapes", contextlib.nullcontext)
+    assert capture(args[0], args[1], (), lambda out: out[0].square().mean() + out[1][1].sum(), fixed=True) == quick

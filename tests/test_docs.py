@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.plans.schedule import SCHEDULES
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 
@@ -35,3 +37,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_new_schedule_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "pipelines.md").read_text().partition("## A new schedule")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (printed,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    try:
+        exec(compile(code, "pipelines.md", "exec", dont_inherit=True), {})
+    finally:
+        SCHEDULES.pop("eager", None)
+    assert capsys.readouterr().out == printed

@@ -31,15 +31,16 @@ MAY_IMPORT = {
     "planner": THOUGHT | {"cluster", "oracle"},
     "runtime": THOUGHT | {"models"},  # a rank builds its own module from the MODEL text
     "gauge": THOUGHT | {"cluster", "oracle", "runtime"},  # times what the oracle prices, as the runtime runs it
-    "reproduce": THOUGHT | {"cluster", "oracle", "planner"},  # what papers say; whoever runs something is handed in
+    "reproduce": THOUGHT | {"models", "cluster", "oracle", "planner", "runtime"},  # papers rerun, by what users run
     "report": ALL | {DOOR},
     "planning": ALL | {DOOR},  # the planner for Python: a module goes in
     "cli": ALL | {DOOR},
     DOOR: ALL | {"cli", "planning"},
     "__main__": {"cli"},
 }
-WORLD_FILES = ("models/*", "runtime/*", "gauge/*", "graph/capture.py", "graph/walk.py", "graph/autocast.py")
-TORCH_FILES = (*WORLD_FILES, "report/*", "cli/*", "planning.py", "__init__.py")
+GRAPH_FILES = ("graph/capture.py", "graph/recurrence.py", "graph/walk.py", "graph/autocast.py")
+WORLD_FILES = ("models/*", "runtime/*", "gauge/*", *GRAPH_FILES)
+TORCH_FILES = (*WORLD_FILES, "reproduce/*", "report/*", "cli/*", "planning.py", "__init__.py")
 TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.graph.walk", "fourfold.graph.autocast", "fourfold.gauge")
 SPEAKING_FILES = ("cli/*", "cli.py", "__main__.py")
 

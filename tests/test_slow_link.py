@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import InvalidInput, WorkerFailed
+from fourfold.reproduce.hosts import bits, hosts
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPT = BENCHMARKS / "slow_link.py"
 sys.path.insert(0, str(BENCHMARKS))
 
-from slow_link import PROBE, bits, hosts  # noqa: E402
+from slow_link import PROBE  # noqa: E402
 
 lays_links = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="network namespaces need root and iproute2"

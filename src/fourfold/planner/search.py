@@ -4,6 +4,7 @@
 2. Splits: for each grid of the devices the best by the surrogate (`split_search`).
 3. Stages: for each number of stages the best cut (`stage_search`).
 4. Those of 2 and 3 are replayed in the order of their estimates, as long as their bound is below the best step so far.
+   If the fastest has stages, their boundaries are moved as long as that helps (`shift`).
 5. Where a plan is fastest but does not fit, it is tried again with its optimizer state divided, its weights divided, and
    activations computed again.
 6. If kernels can be timed here, those of the best few are, and the search begins again, knowing them, until the best few rest
@@ -24,6 +25,7 @@ from fourfold.errors import Error, Infeasible
 from fourfold.oracle.estimate import estimate
 from fourfold.oracle.prices import Prices
 from fourfold.planner.meshes import WIDEST
+from fourfold.planner.shift import climbed
 from fourfold.planner.split_search import Found, Splitting
 from fourfold.planner.stage_search import staged
 from fourfold.planner.stages import Staged
@@ -96,6 +98,7 @@ class _Search:
         if not self.task.strategies or AUTO in self.task.strategies:
             self._replay(self._splits(), "splits")
             self._replay(self._stages(), "stages")
+            self._shift()
         self._fitted()
         if self._late():
             self.notes.append(f"stopped after {self.task.limit:g} s: the best so far, not all were tried")
@@ -217,6 +220,16 @@ class _Search:
             for _, _, bound, plan in ordered[:most]:
                 if bound <= self.fastest or not self._fits:
                     self._try(f"{AUTO} {what} {plan.mesh}", partial(_same, plan))
+
+    def _shift(self) -> None:
+        """The fastest plan, where it has stages, with its boundaries moved."""
+        first = min(self.found, key=lambda c: c.seconds, default=None)
+        if first is None or not first.plan.stages or self._large or self._late():
+            return
+        self.say(f"shifting the boundaries of {len(first.plan.stages)} stages")
+        best = climbed(first, self.task.graph, partial(replayed, self.task))
+        if best is not first:
+            self.found = [c for c in self.found if c is not first or c.plan.strategy != AUTO] + [best]
 
     def _fitted(self) -> None:
         """Other ways to hold the fastest plans that do not fit, until one that fits is faster."""

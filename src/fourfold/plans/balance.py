@@ -53,6 +53,15 @@ def balanced(
     return [paths[low + int(k)] for k in (0, *ends[chosen])]
 
 
+def openings(graph: Graph, batch: int, stages: int) -> list[str]:
+    """The ops at which so many stages may begin, the first op left out."""
+    concrete = graph.at(batch)
+    ops = [op for op in concrete.ops if op.name in graph.dependent]
+    work = np.array([float(nest_of(op, concrete).flops) for op in ops])
+    alive = alive_bytes(concrete, [op.name for op in ops])
+    return [ops[k].path for k in places(work, alive, heads(concrete, ops), stages, "stages")]
+
+
 def alive_bytes(graph: Graph, names: list[str]) -> np.ndarray:
     """Bytes that cross the boundary before each op."""
     at = {name: k for k, name in enumerate(names)}

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Mark = Literal["read", "recomputed", "remembered", "unknown"]
 """How sure a paper's figure is: read in the authors' text or tables; recomputed from their formulas; remembered or rederived
 (the structure trusted, constants not); unknown."""
+
+Told = Callable[[str, int, int], None]
+"""Hears what is done next, how much is done, and of how much."""
+
+
+def silent(words: str, done: int, of: int) -> None:
+    """Tells nobody."""
+
+
+class Steps:
+    """Counts what is told."""
+
+    def __init__(self, told: Told, of: int) -> None:
+        self.told, self.of, self.done = told, of, 0
+
+    def __call__(self, words: str) -> None:
+        self.told(words, self.done, self.of)
+        self.done += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +42,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Something that should come out, and whether it did."""
+    """Something that should come out, and whether it did. `chief`: one of the few that a summary names."""
 
     what: str
     ours: str
     paper: str
     mark: Mark
     holds: bool
+    chief: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +73,8 @@ class Reproduction:
             "title": self.title,
             "holds": self.holds,
             "expectations": [
-                {"what": e.what, "ours": e.ours, "paper": e.paper, "mark": e.mark, "holds": e.holds} for e in self.expectations
+                {"what": e.what, "ours": e.ours, "paper": e.paper, "mark": e.mark, "holds": e.holds, "chief": e.chief}
+                for e in self.expectations
             ],
             "tables": [
                 {"title": t.title, "head": list(t.head), "rows": [list(row) for row in t.rows], "note": t.note,
@@ -64,8 +84,18 @@ class Reproduction:
         }  # fmt: skip
 
 
-def near(what: str, ours: float, paper: float, *, within: float, mark: Mark, digits: int = 3) -> Expectation:
+def near(
+    what: str, ours: float, paper: float, *, within: float, mark: Mark, digits: int = 3, chief: bool = False
+) -> Expectation:
     """A number that should be as near as this, relative."""
     holds = abs(ours - paper) <= within * abs(paper)
     return Expectation(what=f"{what}, within {within:.0%}", ours=f"{ours:.{digits}g}", paper=f"{paper:.{digits}g}", mark=mark,
-                       holds=holds)  # fmt: skip
+                       holds=holds, chief=chief)  # fmt: skip
+
+
+def at_least(
+    what: str, ours: float, least: float, *, mark: Mark, digits: int = 3, unit: str = "", chief: bool = False
+) -> Expectation:
+    """A number that should not be smaller."""
+    return Expectation(what=f"{what}, at least", ours=f"{ours:.{digits}g}{unit}", paper=f"{least:.{digits}g}{unit}", mark=mark,
+                       holds=ours >= least, chief=chief)  # fmt: skip

@@ -133,9 +133,24 @@ class Trainer:
         rows = order[step * size : (step + 1) * size]
         return [tensor[rows] for tensor in examples]
 
+    def holds(self) -> dict[str, int]:
+        """Bytes of this rank's parameters, gradients and optimizer state, and its peak, which has activations too."""
+        tensors = [tensor for _, tensor in self.running.named()]
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return {
+            "parameters": _bytes(tensors),
+            "gradients": _bytes([t.grad for t in tensors if t.grad is not None]),
+            "optimizer": _bytes([t for state in states for t in state.values() if isinstance(t, Tensor)]),
+            "peak": self.afterwards().peak_bytes,
+        }
+
     def afterwards(self) -> Measured:
         """What a few more steps show."""
         return measure(self.running, self.optimizer, self.drawn(0))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _like(example: Tensor, generator: torch.Generator) -> Tensor:
@@ -174,3 +189,8 @@ def one_step(number: int, name: str = NOW) -> tuple[float, float]:
 def afterwards() -> Measured:
     """The figures of the task begun, when its steps are over."""
     return _running[NOW].afterwards()
+
+
+def holding(name: str = NOW) -> dict[str, int]:
+    """What this rank holds for the task begun."""
+    return _running[name].holds()

@@ -1,0 +1,160 @@
+"""Plans timed on real ranks, step by step in turn, each told what it holds; beside them, where asked for, torch's DDP.
+
+On local ranks, or on hosts with slow links between them: there it is a program on each host, under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fourfold.models.spec import Case
+from fourfold.plans import Options
+from fourfold.reproduce.hosts import hosts
+from fourfold.runtime.crew import Joined, crew, is_leader
+from fourfold.runtime.launch import Ranks
+from fourfold.runtime.subject import Subject, save_data, subject
+from fourfold.runtime.train import begin, forget, holding, one_step
+from fourfold.runtime.trial import Task, optimizer_named
+
+DDP = "ddp"
+OPTIMIZER = "momentum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A strategy under a name, or DDP."""
+
+    name: str
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """A model and its batch, who takes part, and how many steps each takes after a first that is not timed."""
+
+    model: str
+    batch: int
+    contenders: tuple[Contender, ...]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A contender's steps, each that of the slowest rank, and the bytes of the fullest rank by what they are."""
+
+    seconds: tuple[float, ...]
+    held: Mapping[str, int]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def local(race: Race, ranks: int) -> dict[str, Outcome]:
+    """The race on ranks of this machine."""
+    with crew(ranks) as team:
+        return run(race, team)
+
+
+def between(race: Race, *, count: int, rate: str) -> dict[str, Outcome]:
+    """The race on so many hosts; refuses where they cannot be made."""
+    with hosts(count=count, rate=rate) as each, tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+        file = Path(folder, "outcome.json")
+        each([sys.executable, "-m", "fourfold.reproduce.race", json.dumps(asdict(race)), str(file)], timeout=600)
+        found = json.loads(file.read_text())
+    return {name: Outcome(seconds=tuple(data["seconds"]), held=data["held"]) for name, data in found.items()}
+
+
+def run(race: Race, team: Ranks | Joined) -> dict[str, Outcome]:
+    """All contenders' steps in turn."""
+    seen = subject(race.model, batch=race.batch)
+    for contender in race.contenders:
+        _start(contender, race, seen, team)
+    times: dict[str, list[float]] = {contender.name: [] for contender in race.contenders}
+    for step in range(race.steps + 1):
+        for contender in race.contenders:
+            answers = team(one_step if contender.strategy != DDP else peer_step, step, contender.name)
+            if step:
+                times[contender.name].append(max(spent for _, spent in answers))
+    held = {c.name: _fullest(team(holding, c.name)) for c in race.contenders if c.strategy != DDP}
+    return {name: Outcome(seconds=tuple(steps), held=held.get(name, {})) for name, steps in times.items()}
+
+
+def _start(contender: Contender, race: Race, seen: Subject, team: Ranks | Joined) -> None:
+    if contender.strategy == DDP:
+        team(begin_peer, seen.case, [seen.graph.batch_dim(name) for name in (*seen.graph.inputs, *seen.graph.targets)])
+        return
+    plan = seen.plan(contender.strategy, ranks=team.count, options=Options(**contender.options))
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+        data = Path(folder, "data.pt")
+        save_data(seen.case, data)
+        task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer=OPTIMIZER, steps=race.steps)
+        team(begin, task, 0, contender.name)
+
+
+def _fullest(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return dict(max(ranks, key=lambda held: held["peak"]))
+
+
+class Peer:
+    """This rank's share under torch's DistributedDataParallel: its part of the examples."""
+
+    def __init__(self, case: Case, dims: Sequence[int | None]) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.module = DistributedDataParallel(case.module)
+        self.loss = case.loss
+        mine = [x if d is None else x.tensor_split(size, d)[rank] for x, d in zip(case.tensors, dims, strict=True)]
+        self.inputs, self.targets = mine[: len(case.inputs)], mine[len(case.inputs) :]
+        self.optimizer = optimizer_named(OPTIMIZER)(list(self.module.parameters()))
+
+    def step(self) -> tuple[float, float]:
+        dist.barrier()
+        begun = time.perf_counter()
+        self.optimizer.zero_grad()
+        made = self.module(*self.inputs)
+        loss: Tensor = self.loss(made, *self.targets) if self.loss is not None else made
+        loss.backward()
+        self.optimizer.step()
+        return float(loss), time.perf_counter() - begun
+
+
+_peer: list[Peer] = []  # of this process
+
+
+def begin_peer(case: Case, dims: Sequence[int | None]) -> None:
+    _peer[:] = [Peer(case, dims)]
+
+
+def peer_step(number: int, name: str) -> tuple[float, float]:
+    """One step of DDP."""
+    return _peer[0].step()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    asked = json.loads(sys.argv[1])
+    race = Race(**{**asked, "contenders": tuple(Contender(**c) for c in asked["contenders"])})
+    with crew(None) as team:
+        found = run(race, team)
+        forget()
+        _peer.clear()
+    if is_leader():
+        Path(sys.argv[2]).write_text(json.dumps({name: asdict(outcome) for name, outcome in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
