@@ -1,9 +1,10 @@
 """What ranks do to calibrate: collectives of every size timed between computing, and rates.
 
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
-woken. So each repetition computes for a moment first. What counts is the time from coming to it until it is done, on the
-average rank: waiting for the later ones is part of it. Where ranks take turns on cores, part of that waiting is for others to
-compute, which the oracle counts as computing already: there it is the time of a repetition less that of computing in turn.
+woken, and caches hold something else. So each repetition goes through other memory and computes for a moment first. What counts
+is the time from coming to it until it is done, on the average rank: waiting for the later ones is part of it. Where ranks take
+turns on cores, part of that waiting is for others to compute, which the oracle counts as computing already: there it is the time
+of a repetition less that of computing in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
 LEAST_SECONDS = 0.1
 SLOWEST = 3.0  # seconds: sizes that should take longer once are left out, there time grows with the bytes
 OUTLIERS = 10  # of so many repetitions, one is left out
-STRETCH = 4e-3  # seconds of computing before each repetition: about what lies between two exchanges of small networks
+STRETCH = 2e-3  # seconds of computing before each repetition, and about as much for
+FORGOTTEN = 8 * 2**20  # bytes written, and as many read: together what lies between two exchanges of small networks
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
@@ -119,12 +121,14 @@ def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, crowd: float,
     spent, computing = [], []
     for _ in range(repeats):
         begun, busy = time.perf_counter(), time.thread_time()
+        stretch.forget()
+        ready = time.perf_counter()
         stretch()
         came, busy = time.perf_counter(), time.thread_time() - busy
         once()
         done = time.perf_counter()
         spent.append(done - came if crowd == 1 else done - begun - crowd * busy)
-        computing.append(came - begun)
+        computing.append(came - ready)
     sums = float(group is not None) * torch.tensor([*spent, *computing, 1.0], dtype=torch.float64)
     dist.all_reduce(sums)
     shared = (sums[:-1] / sums[-1]).tolist()
@@ -142,12 +146,18 @@ class _Stretch:
 
     def __init__(self, busy: bool) -> None:
         self.matrix, self.times = torch.rand(MATRIX // 2, MATRIX // 2), 1
+        self.others = torch.zeros(2, FORGOTTEN // 4 if busy else 0)
         start = time.perf_counter()
         for _ in range(REPEATS):
             self()
         times = torch.tensor([STRETCH * REPEATS / (time.perf_counter() - start)])
         dist.broadcast(times, 0)
         self.times = max(1, round(times.item())) if busy else 0
+
+    def forget(self) -> None:
+        """Fill the caches with something else."""
+        self.others[0].fill_(1.0)
+        self.others[1].sum()
 
     def __call__(self) -> None:
         for _ in range(self.times):

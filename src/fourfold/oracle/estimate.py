@@ -239,8 +239,11 @@ class _Estimating:
         for event in (e for e in timeline.events if e.rank == lane):
             if event.kind in ("F", "B"):
                 stream = self.streams[self._key(*_numbers(event.action, event.kind))]
+                slower = (event.seconds - stream.still) / (stream.work or 1.0)  # on shared or busy cores
+                for category, seconds in stream.waits.items():
+                    out[category] += seconds
                 for category, seconds in stream.terms.items():
-                    out[category] += event.seconds * seconds / (stream.now or 1.0)
+                    out[category] += slower * seconds
             else:
                 out["pipeline" if event.kind in ("wait", "send", "receive") else "gradient_exchange"] += event.seconds
         out["update"] += update

@@ -11,6 +11,7 @@ from fourfold.graph import Graph
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.collectives import Cost
 from fourfold.oracle.items import Category, Item
+from fourfold.oracle.moving import joins
 from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
 from fourfold.plans.exchange import Exchange, Step
 from fourfold.plans.mesh import Mesh
@@ -49,6 +50,8 @@ class Meeting:
                 out.append(self.copied(category, value, 2 * size))
             else:
                 out.append(self.met(category, value, step.pattern, step.axes, size))
+                packed = max(_packed(step, member, item) for member in self.members)
+                out += [self.copied(category, value, 2 * packed)] if packed else []
         return out
 
     def size(self, step: Step, item: int) -> float:
@@ -104,6 +107,17 @@ def step_bytes(step: Step, member: int, item: int) -> float:
         return _given(step, member, item)
     layout = step.source if step.pattern == "all_gather" else step.target
     return float(item * math.prod(layout.local_shape(step.mesh.coords(member))))
+
+
+def _packed(step: Step, member: int, item: int) -> float:
+    """Bytes that are copied before an exchange, so that they lie in order for it, and after it."""
+    coords = step.mesh.coords(member)
+    have, want = (float(math.prod(layout.local_shape(coords)) * item) for layout in (step.source, step.target))
+    if step.pattern == "all_to_all":
+        return _given(step, member, item) + want
+    if step.pattern in ("all_gather", "reduce_scatter") and not joins(step, member):
+        return max(have, want)
+    return 0.0
 
 
 def _given(step: Step, member: int, item: int) -> float:

@@ -42,8 +42,14 @@ def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
     if step.pattern == "all_gather":
         return Moved(size, size)
     if step.pattern == "reduce_scatter":
-        return Moved(size, 2 * source)
+        return Moved(size, source if joins(step, rank) else 2 * source)
     return _all_to_all(step, rank, size, item)
+
+
+def joins(step: Step, rank: int) -> bool:
+    """Whether the parts of an all-gather or a reduce-scatter lie one after the other in the whole: nothing is copied."""
+    whole = step.target if step.pattern == "all_gather" else step.source
+    return math.prod(whole.local_shape(step.mesh.coords(rank))[: step.dim]) == 1
 
 
 def _local(step: Step, rank: int, size: int, item: int) -> Moved:

@@ -20,7 +20,8 @@ class Streamed:
     work: float = 0.0
     crowded: float = 0.0  # the work with all cores busy
     wire: float = 0.0  # when the last message is through
-    terms: dict[Category, float] = field(default_factory=dict)
+    terms: dict[Category, float] = field(default_factory=dict)  # of the work
+    waits: dict[Category, float] = field(default_factory=dict)  # of what is still
     arrivals: dict[str, tuple[float, Category]] = field(default_factory=dict)
 
     @property
@@ -32,8 +33,9 @@ class Streamed:
         """How long messages are still under way when the list is through."""
         return max(self.wire - self.now, 0.0)
 
-    def _add(self, category: Category, seconds: float) -> None:
-        self.terms[category] = self.terms.get(category, 0.0) + seconds
+    def _wait(self, category: Category, seconds: float) -> None:
+        self.still += seconds
+        self.waits[category] = self.waits.get(category, 0.0) + seconds
 
     def take(self, item: Item) -> None:
         if item.starts:
@@ -42,16 +44,13 @@ class Streamed:
             return
         if item.awaits:
             then, category = self.arrivals.get(item.awaits, (0.0, item.category))
-            waited = max(then - self.now, 0.0)
-            self.still += waited
-            self._add(category, waited)
-            return
-        if item.meets:
-            self.still += item.seconds
+            self._wait(category, max(then - self.now, 0.0))
+        elif item.meets:
+            self._wait(item.category, item.seconds)
         else:
             self.work += item.seconds
             self.crowded += item.seconds * item.busy
-        self._add(item.category, item.seconds)
+            self.terms[item.category] = self.terms.get(item.category, 0.0) + item.seconds
 
 
 def streamed(items: Iterable[Item]) -> Streamed:

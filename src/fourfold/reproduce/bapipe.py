@@ -196,8 +196,8 @@ def _partitions(found: list[Compared]) -> Table:
     head = ("case", "batch", "stages, micro", "ms", "x data", "x even", "memory", "of all")
     note = (
         "Foretold. Stages, micro: ranks of each stage, and micro-batches. x data, x even: times as fast as data parallelism "
-        "and as stages of as many layers each. Memory: how many times less the fullest device holds than under data parallelism. "
-        "Of all: what the planner prefers of everything."
+        "and as stages of as many layers each. Memory: how many times less the fullest device holds than under data "
+        "parallelism. Of all: what the planner prefers of everything."
     )
     return Table(title="Balanced pipelines", head=head, rows=tuple(rows), note=note)
 

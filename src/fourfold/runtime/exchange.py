@@ -143,16 +143,12 @@ def _all_gather(step: Step, world: World) -> Launcher:
 
     def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor.contiguous())
-        if math.prod(shape[: step.dim]) == 1:
-            parts = [tensor.new_empty(shape)]
-            work = all_gather_single(parts[0].view(-1), tensor.view(-1), group=group, async_op=True)
-        else:
-            parts = [torch.empty_like(tensor) for _ in range(count)]
-            work = dist.all_gather(parts, tensor, group=group, async_op=True)
+        parts = tensor.new_empty((count, *tensor.shape))
+        work = all_gather_single(parts.view(-1), tensor.view(-1), group=group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, step.dim)
+            out = parts.movedim(0, step.dim).reshape(shape)  # one copy, none where the parts lie one after the other
             return out.bool() if bools else out
 
         return finish
@@ -168,8 +164,8 @@ def _reduce_scatter(step: Step, world: World) -> Mover:
 
     def move(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(shape)
-        stacked = torch.cat([part.reshape(-1) for part in tensor.chunk(count, step.dim)])
-        reduce_scatter_single(out.view(-1), stacked, group=group)
+        parts = tensor.unflatten(step.dim, (count, -1)).movedim(step.dim, 0)  # one copy, or none
+        reduce_scatter_single(out.view(-1), parts.reshape(-1), group=group)
         return out
 
     return move
