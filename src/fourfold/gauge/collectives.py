@@ -3,8 +3,8 @@
 Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
 woken, and caches hold something else. So each repetition goes through other memory and computes for a moment first. What counts
 is the time from coming to it until it is done, on the average rank: waiting for the later ones is part of it. Where ranks take
-turns on cores, part of that waiting is for others to compute, which the oracle counts as computing already: there it is the time
-of a repetition less that of computing in turn.
+turns on cores, part of that waiting is for others to compute, which the oracle counts as computing already: there it is the
+time of a repetition less that of computing in turn.
 """
 
 from __future__ import annotations

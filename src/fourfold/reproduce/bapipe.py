@@ -29,11 +29,11 @@ from fourfold.plans import Options, Plan, named, pipeline
 from fourfold.plans.rehearse import Transfers, makespan
 from fourfold.plans.schedule import schedule_named
 from fourfold.reproduce.race import DDP, OPTIMIZER, Contender, Outcome, Race, between
-from fourfold.reproduce.study import Expectation, Reproduction, Steps, Table, Told, at_least, silent
+from fourfold.reproduce.study import Expectation, Mark, Reproduction, Steps, Table, Told, at_least, silent
 from fourfold.runtime.subject import subject
 
 STAGES, MICROBATCHES, FORWARD, BACKWARD, TRANSFER = 4, 32, 1.0, 2.0, 0.5
-SCHEDULES: dict[str, tuple[Transfers, float, str]] = {
+SCHEDULES: dict[str, tuple[Transfers, float, Mark]] = {
     "1f1b-as": ("stream", 105.0, "remembered"),
     "fbp-as": ("stream", 117.0, "unknown"),
     "1f1b-sno": ("blocking", 138.5, "remembered"),
@@ -48,6 +48,11 @@ FORETOLD = (
     "list of actions alone."
 )
 DEPTHS = range(4, 257, 4)
+
+NORMS = (
+    "Micro-batches of resnet50 take batch norm's statistics each from its own examples, as BaPipe's do; what the planner prefers of "
+    "everything does not."
+)
 
 
 def _short(model: str) -> str:
@@ -103,12 +108,41 @@ class Compared:
     chosen: str
 
     @property
+    def words(self) -> str:
+        return f"{self.case.words}, foretold"
+
+    @property
     def speedup(self) -> float:
         return self.data.seconds / self.best.seconds
 
     @property
     def reduction(self) -> float:
         return self.data.prediction.peak_bytes / self.best.prediction.peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raced:
+    """What a race between hosts showed."""
+
+    hosts: int
+    race: Race
+    outcomes: dict[str, Outcome]
+
+    @property
+    def best(self) -> str:
+        return min(PIPELINES, key=lambda name: self.outcomes[name].median)
+
+    @property
+    def speedup(self) -> float:
+        return self.outcomes[DDP].median / self.outcomes[self.best].median
+
+    @property
+    def reduction(self) -> float:
+        return self.outcomes["data"].held["peak"] / self.outcomes[self.best].held["peak"]
+
+    @property
+    def words(self) -> str:
+        return f"{_short(self.race.model)} on {self.hosts} hosts at 100 Mbit/s, measured"
 
 
 def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
@@ -122,8 +156,8 @@ def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
         steps(f"cutting {case.words}")
         found.append(compared(case))
     steps("the deepest GNMT")
-    tables = [schedules, _partitions(found), _deepest()]
-    notes = [FORETOLD]
+    tables = [schedules, _partitions(found), _cuts(found), _deepest()]
+    notes = [FORETOLD, NORMS]
     raced = _raced(steps, notes) if runs else []
     if raced:
         tables.append(_measured(raced))
@@ -140,7 +174,7 @@ def _schedules() -> tuple[Table, list[Expectation]]:
         flights = " ".join(str(schedule.in_flight(stage)) for stage in range(STAGES))
         rows.append((name, f"{time:g}", flights))
         expected.append(Expectation(what=f"{name}: time of a mini-batch", ours=f"{time:g}", paper=f"{want:g}",
-                                    mark="remembered" if mark == "remembered" else "unknown", holds=time == want))  # fmt: skip
+                                    mark=mark, holds=time == want))  # fmt: skip
     title = f"Schedules, N = {STAGES}, M = {MICROBATCHES}, F = {FORWARD:g}, B = {BACKWARD:g}, SR = {TRANSFER:g}"
     return Table(title=title, head=("schedule", "time", "micro-batches in flight by stage"), rows=tuple(rows)), expected
 
@@ -202,6 +236,15 @@ def _partitions(found: list[Compared]) -> Table:
     return Table(title="Balanced pipelines", head=head, rows=tuple(rows), note=note)
 
 
+def _cuts(found: list[Compared]) -> Table:
+    rows = [(one.case.words, " | ".join(_layer(stage.first) for stage in one.best.plan.stages[1:])) for one in found]
+    return Table(title="Where they are cut: the layers that later stages begin with", head=("case", "cuts"), rows=tuple(rows))
+
+
+def _layer(path: str) -> str:
+    return path.rpartition(".")[0] or path
+
+
 def _deepest() -> Table:
     """The most layers of a wide GNMT that four V100s hold, by style."""
     devices, batch, width = 4, 128, 2048
@@ -244,49 +287,39 @@ def deepest(fits: Callable[[int], bool]) -> int:
     return DEPTHS[low] if low >= 0 else 0
 
 
-def _raced(steps: Steps, notes: list[str]) -> list[tuple[int, Race, dict[str, Outcome]]]:
+def _raced(steps: Steps, notes: list[str]) -> list[Raced]:
     staged = (Contender(name=name, strategy="pipeline", options=options) for name, options in PIPELINES.items())
     contenders = (Contender(name=DDP, strategy=DDP), Contender(name="data", strategy="data"), *staged)
     out = []
     for count, race in RACES:
         steps(f"timing {_short(race.model)} on {count} hosts at 100 Mbit/s")
         try:
-            out.append((count, race, between(replace(race, contenders=contenders), count=count, rate=RATE)))
+            outcomes = between(replace(race, contenders=contenders), count=count, rate=RATE)
         except InvalidInput as reason:
             notes.append(f"Nothing was measured at 100 Mbit/s: {reason}")
             break
+        out.append(Raced(hosts=count, race=race, outcomes=outcomes))
     return out
 
 
-def _fastest(outcomes: dict[str, Outcome]) -> str:
-    return min(PIPELINES, key=lambda name: outcomes[name].median)
-
-
-def _measured(raced: list[tuple[int, Race, dict[str, Outcome]]]) -> Table:
+def _measured(raced: list[Raced]) -> Table:
     rows = []
-    for count, race, outcomes in raced:
-        best = _fastest(outcomes)
-        times = [outcomes[name].median for name in (DDP, "data", best)]
-        less = outcomes["data"].held["peak"] / outcomes[best].held["peak"]
-        speedup = times[0] / times[2]
-        rows.append((_short(race.model), str(count), *(f"{1e3 * t:.0f}" for t in times), best, f"{speedup:.2f}", f"{less:.2f}"))
+    for one in raced:
+        times = (f"{1e3 * one.outcomes[name].median:.0f}" for name in (DDP, "data", one.best))
+        rows.append((_short(one.race.model), str(one.hosts), *times, one.best, f"{one.speedup:.2f}", f"{one.reduction:.2f}"))
     head = ("network", "hosts", "DDP, ms", "data, ms", "pipeline, ms", "which", "x DDP", "memory")
     return Table(title="Measured on hosts joined at 100 Mbit/s, medians of steps taken in turn", head=head, rows=tuple(rows))
 
 
-def _expected(found: list[Compared], raced: list[tuple[int, Race, dict[str, Outcome]]]) -> Iterator[Expectation]:
+def _expected(found: list[Compared], raced: list[Raced]) -> Iterator[Expectation]:
     chosen = [one.chosen for one in found if one.case.model == "resnet50" and one.case.cluster == "abci"]
     yield Expectation(what="resnet50 on abci needs no pipeline", ours=", ".join(chosen), paper="data parallelism",
                       mark="remembered", holds="stages" not in chosen, chief=True)  # fmt: skip
-    even = [(one.even.seconds / one.best.seconds, one.case.words) for one in found if one.even is not None]
-    least, where = min(even)
+    least, where = min((one.even.seconds / one.best.seconds, one.case.words) for one in found if one.even is not None)
     yield at_least(f"no even cut is faster than the balanced one ({where})", least, 1.0, mark="unknown", unit=" x")
-    less, where = max((one.reduction, one.case.words) for one in found)
+    less, where = max((one.reduction, one.words) for one in (*found, *raced))
     yield Expectation(what=f"pipelines hold less than data parallelism, the most: {where}", ours=f"{less:.3g} x less",
                       paper=f"up to {REDUCTION:g} x", mark="read", holds=less > 1, chief=True)  # fmt: skip
-    fast = [(one.speedup, f"{one.case.words}, foretold") for one in found]
-    fast += [(outcomes[DDP].median / outcomes[_fastest(outcomes)].median, f"{_short(race.model)} on {count} hosts at "
-              "100 Mbit/s, measured") for count, race, outcomes in raced]  # fmt: skip
-    most, where = max(fast)
+    most, where = max((one.speedup, one.words) for one in (*found, *raced))
     yield Expectation(what=f"pipelines are faster than data parallelism, the most: {where}", ours=f"{most:.3g} x",
                       paper=f"up to {SPEEDUP:g} x", mark="read", holds=most >= SPEEDUP, chief=True)  # fmt: skip
