@@ -50,8 +50,8 @@ FORETOLD = (
 DEPTHS = range(4, 257, 4)
 
 NORMS = (
-    "Micro-batches of resnet50 take batch norm's statistics each from its own examples, as BaPipe's do; what the planner prefers of "
-    "everything does not."
+    "Micro-batches of resnet50 take batch norm's statistics each from its own examples, as BaPipe's do; what the planner prefers "
+    "of everything does not."
 )
 
 
@@ -317,9 +317,10 @@ def _expected(found: list[Compared], raced: list[Raced]) -> Iterator[Expectation
                       mark="remembered", holds="stages" not in chosen, chief=True)  # fmt: skip
     least, where = min((one.even.seconds / one.best.seconds, one.case.words) for one in found if one.even is not None)
     yield at_least(f"no even cut is faster than the balanced one ({where})", least, 1.0, mark="unknown", unit=" x")
-    less, where = max((one.reduction, one.words) for one in (*found, *raced))
+    every: list[Compared | Raced] = [*found, *raced]
+    less, where = max((one.reduction, one.words) for one in every)
     yield Expectation(what=f"pipelines hold less than data parallelism, the most: {where}", ours=f"{less:.3g} x less",
                       paper=f"up to {REDUCTION:g} x", mark="read", holds=less > 1, chief=True)  # fmt: skip
-    most, where = max((one.speedup, one.words) for one in (*found, *raced))
+    most, where = max((one.speedup, one.words) for one in every)
     yield Expectation(what=f"pipelines are faster than data parallelism, the most: {where}", ours=f"{most:.3g} x",
                       paper=f"up to {SPEEDUP:g} x", mark="read", holds=most >= SPEEDUP, chief=True)  # fmt: skip
