@@ -50,8 +50,8 @@ FORETOLD = (
 DEPTHS = range(4, 257, 4)
 
 NORMS = (
-    "Micro-batches of resnet50 take batch norm's statistics each from its own examples, as BaPipe's do; what the planner prefers "
-    "of everything does not."
+    "Micro-batches of resnet50 take batch norm's statistics each from its own examples, as BaPipe's do; what the planner "
+    "prefers of everything does not."
 )
 
 
