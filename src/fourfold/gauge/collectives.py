@@ -36,7 +36,7 @@ STRETCH = 2e-3  # seconds of computing before each repetition, and about as much
 FORGOTTEN = 8 * 2**20  # bytes written, and as many read: together what lies between two exchanges of small networks
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
-COPIED = 16 * 2**20  # bytes copied for the bandwidth: more than a cache holds
+COPIED = 64 * 2**20  # bytes copied for the bandwidth: more than the caches of a processor hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

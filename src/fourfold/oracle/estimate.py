@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fourfold.cluster import Device
 from fourfold.errors import Infeasible
 from fourfold.graph.spec import ITEM_BYTES
+from fourfold.oracle.alike import alike
 from fourfold.oracle.items import CATEGORIES, Category, Item, total
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
@@ -141,9 +142,18 @@ class _Estimating:
 
     def _lane(self, ranks: tuple[int, ...]) -> Lane:
         counts: dict[int, int] = {}
-        for rank in ranks:
+        for rank in self._working(ranks):
             counts[self.cluster.node(rank)] = counts.get(self.cluster.node(rank), 0) + 1
         return Lane(first=ranks[0], tasks=self.pipeline.tasks(ranks[0]), nodes=tuple(counts.items()))
+
+    def _working(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a lane's ranks that have something to compute: of few examples some may have none, and leave their core to
+        others."""
+        program = next(part.program for part in self.pipeline.parts if part.stage.ranks == ranks)
+        made = [program.layouts[step.op.results[0]] for step in program.computes() if step.nest.anchor]
+        kinds = alike(program.mesh, [program])
+        full = [some for some in kinds if any(0 not in layout.local_shape(program.mesh.coords(some[0])) for layout in made)]
+        return tuple(ranks[member] for some in full for member in some) or ranks
 
     def _work(self) -> dict[tuple[int, str, int], Work]:
         out: dict[tuple[int, str, int], Work] = {}
