@@ -22,12 +22,12 @@ MARKS = "<!-- reproduced -->", "<!-- end of reproduced -->"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("papers", nargs="*", choices=[*PAPERS, []], default=list(PAPERS))
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"some of {', '.join(PAPERS)}; all if none is named")
     parser.add_argument("--summary-only", action="store_true", help="write the README's summary from the records there are")
     options = parser.parse_args()
     PAGES.mkdir(parents=True, exist_ok=True)
     RECORDS.mkdir(parents=True, exist_ok=True)
-    codes = [] if options.summary_only else [rerun(paper) for paper in options.papers]
+    codes = [] if options.summary_only else [rerun(paper) for paper in options.papers or PAPERS]
     readme = ROOT / "README.md"
     readme.write_text(summed_up(readme.read_text()))
     sys.exit(max(codes, default=0))

@@ -150,7 +150,8 @@ class _Estimating:
         """Those of a lane's ranks that have something to compute: of few examples some may have none, and leave their core to
         others."""
         program = next(part.program for part in self.pipeline.parts if part.stage.ranks == ranks)
-        made = [program.layouts[step.op.results[0]] for step in program.computes() if step.nest.anchor]
+        anchors = [step.op.results[0] for step in program.computes() if step.nest.anchor]
+        made = [program.layouts[name] for name in anchors if name in program.layouts]  # what passes make inside is not
         kinds = alike(program.mesh, [program])
         full = [some for some in kinds if any(0 not in layout.local_shape(program.mesh.coords(some[0])) for layout in made)]
         return tuple(ranks[member] for some in full for member in some) or ranks
