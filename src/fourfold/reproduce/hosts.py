@@ -130,13 +130,13 @@ def _sweep() -> None:
 
 @contextmanager
 def _terminations_raised() -> Iterator[None]:
-    """SIGTERM ends the process by an exception, so that the hosts are removed on the way."""
+    """SIGTERM ends the process by an exception, as Ctrl-C does, so that the hosts are removed on the way."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def raised(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, raised)
     try:
