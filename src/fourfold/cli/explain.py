@@ -28,17 +28,17 @@ def explain(
     """Why this plan: against what it was chosen, layer by layer, what limits it, and what would change it."""
     voice = Voice(json=as_json)
     with voice.working(f"reading {file}") as say:
+        from fourfold.cli.sketch import sketch
         from fourfold.planner import Task, search
         from fourfold.planner.explain import explained
         from fourfold.planner.search import replayed
         from fourfold.plans import load_plan
         from fourfold.report.explain import explanation_record, explanation_text
-        from fourfold.runtime.subject import subject
 
         plan = load_plan(file)
         made = judged_for(file, plan, cluster, precision, optimizer)
         say(f"capturing {plan.model}")
-        seen = subject(plan.model, batch=plan.batch, data=False)
+        seen = sketch(plan.model, batch=plan.batch)
         plan.check(seen.graph)
         asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
         settle()

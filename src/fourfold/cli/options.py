@@ -120,10 +120,10 @@ def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_mod
 
 def priced(graph: Graph, asked_for: Setting) -> Graph:
     """The graph whose times and bytes are told: in bf16, the one with autocast's casts as ops. ParaDL's formulas know none."""
+    if asked_for.model != "fourfold" or asked_for.prices.precision != "bf16":
+        return graph
     from fourfold.graph.autocast import as_computed
 
-    if asked_for.model != "fourfold":
-        return graph
     return as_computed(graph, asked_for.prices.precision, asked_for.cluster.device(0).kind)
 
 

@@ -87,6 +87,7 @@ def plan(
     if fix or time_limit is not None or measure or report is not None:
         raise InvalidInput("--fix, --time-limit, --measure and --report are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
+        from fourfold.cli.sketch import sketch
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
         from fourfold.oracle.figures import predicted
@@ -95,7 +96,6 @@ def plan(
         from fourfold.plans.strategies import parse
         from fourfold.report.figures import check_picture
         from fourfold.report.plans import Outlook, plan_record, plan_text
-        from fourfold.runtime.subject import subject
 
         parse(strategy)
         options = asked(stages, microbatches, schedule, recompute, zero)
@@ -105,7 +105,7 @@ def plan(
         check_trace(trace, asked_for)
         check_trace(plot, asked_for)
         check_picture(plot)
-        seen = subject(model, batch=batch, data=False)
+        seen = sketch(model, batch=batch)
         settle()
         say(f"planning {strategy}")
         begun = time.perf_counter()

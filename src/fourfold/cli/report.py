@@ -45,17 +45,17 @@ def report(
     """A page about a plan: its rivals, layers, memory, one step in time, scaling, what-ifs, and runs beside predictions."""
     voice = Voice(json=as_json)
     with voice.counting(f"reading {file}") as told:
+        from fourfold.cli.sketch import sketch
         from fourfold.planner import Task, search
         from fourfold.planner.search import replayed
         from fourfold.plans import load_plan
-        from fourfold.runtime.subject import subject
 
         check_place(output)
         plan = load_plan(file)
         made = judged_for(file, plan, cluster, precision, optimizer)
         measured = [_run(path) for path in runs or ()]
         told(f"capturing {plan.model}", 0, 1)
-        seen = subject(plan.model, batch=plan.batch, data=False)
+        seen = sketch(plan.model, batch=plan.batch)
         plan.check(seen.graph)
         asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
         settle()

@@ -41,13 +41,13 @@ class Search:
     def run(self, voice: Voice) -> int:
         """Search, answer and write; the exit code."""
         with voice.working(f"capturing {self.model}") as say, ExitStack() as stack:
+            from fourfold.cli.sketch import sketch
             from fourfold.oracle.figures import figures_of
             from fourfold.planner import Task, search
             from fourfold.plans import save_plan
             from fourfold.report.figures import check_picture
             from fourfold.report.ranking import ranking_record, ranking_text
             from fourfold.runtime.crew import is_leader
-            from fourfold.runtime.subject import subject
 
             asked_for = setting(self.cluster, self.devices, self.precision, self.optimizer, "fourfold")
             fixed = tuple(_fixed(text) for text in self.fix)
@@ -56,7 +56,7 @@ class Search:
             check_trace(self.trace, asked_for)
             check_place(self.plot)
             check_picture(self.plot)
-            seen = subject(self.model, batch=self.batch, data=False)
+            seen = sketch(self.model, batch=self.batch)
             settle()
             say(f"starting {self.devices} ranks" if self.measure else "searching")
             task = Task(

@@ -64,12 +64,12 @@ def simulate(
     voice = Voice(json=as_json)
     counts = _counts(devices)
     with voice.counting(f"capturing {model}") as told:
+        from fourfold.cli.sketch import sketch
         from fourfold.oracle.figures import strategies_of
         from fourfold.oracle.scaling import Study
         from fourfold.plans.strategies import parse
         from fourfold.report.figures import check_picture, scaling_picture
         from fourfold.report.scaling import scaling_record, scaling_text
-        from fourfold.runtime.subject import subject
 
         for name in strategy or ():
             parse(name)
@@ -82,7 +82,7 @@ def simulate(
         check_trace(trace, settings[1])
         check_place(plot)
         check_picture(plot)
-        seen = subject(model, batch=batch, data=False)
+        seen = sketch(model, batch=batch)
         settle()
         graph = priced(seen.graph, settings[1])
         study = Study(graph=graph, settings=settings, batch=seen.batch, scaling="weak" if weak else "strong",

@@ -248,7 +248,7 @@ def _spec(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _signature(inputs: Inputs, targets: tuple[Tensor, ...]) -> dict[str, Any]:
+def signature_of(inputs: Inputs, targets: tuple[Tensor, ...]) -> dict[str, Any]:
     """Shapes and dtypes of the tensors a plan was made with, as plain data."""
     given = inputs.items() if isinstance(inputs, Mapping) else [("", t) for t in inputs]
     return {
@@ -273,7 +273,7 @@ def _examples(plan: Plan, model: nn.Module) -> tuple[Inputs, tuple[Tensor, ...]]
 
 def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
     """The plan with the shapes of its inputs written down."""
-    return replace(plan, signature=_signature(inputs, targets))
+    return replace(plan, signature=signature_of(inputs, targets))
 
 
-__all__ = ["Layout", "Parallel", "parallelize", "signed"]
+__all__ = ["Layout", "Parallel", "parallelize", "signature_of", "signed"]
