@@ -41,6 +41,7 @@ ALONE = ("filter", "channel", "spatial", "pipeline")
 RARE = ("data+channel", "grid", "filter+pipeline", "spatial+pipeline")
 LARGE = 100_000  # ops times devices: each such replay takes a second
 REPLAYED = 3  # of the splits found, and of the stages
+SPLITS = 6  # of the splits where that is quick: the surrogate's first is seldom the replay's (benchmarks/planner.py)
 MEASURED = 4  # candidates whose kernels are timed, where that is possible
 TIMINGS = 6  # times that kernels are timed at most
 SEGMENTS = (8, 32)  # per stage, of activations computed again
@@ -96,7 +97,7 @@ class _Search:
             for text in self._named():
                 self._try(text, partial(named, text, self.task.graph, ranks=self.task.devices, batch=self.task.batch))
         if not self.task.strategies or AUTO in self.task.strategies:
-            self._replay(self._splits(), "splits")
+            self._replay(self._splits(), "splits", REPLAYED if self._large else SPLITS)
             self._replay(self._stages(), "stages")
             self._shift()
         self._fitted()
@@ -213,11 +214,11 @@ class _Search:
                 break
         return out
 
-    def _replay(self, some: list[_Sketch], what: str) -> None:
-        """The cheapest in full: of those that should fit, and a few of the others."""
-        for over, most in ((False, REPLAYED), (True, 1)):
+    def _replay(self, some: list[_Sketch], what: str, most: int = REPLAYED) -> None:
+        """The cheapest in full: of those that should fit, and one of the others."""
+        for over, count in ((False, most), (True, 1)):
             ordered = sorted((s for s in some if s[0] == over), key=lambda s: s[1])
-            for _, _, bound, plan in ordered[:most]:
+            for _, _, bound, plan in ordered[:count]:
                 if bound <= self.fastest or not self._fits:
                     self._try(f"{AUTO} {what} {plan.mesh}", partial(_same, plan))
 
