@@ -35,9 +35,8 @@ from fourfold.oracle.estimate import estimate
 from fourfold.plans import Options, Plan, pipeline
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.subject import Subject, save_data, subject
-from fourfold.runtime.train import NOW, begin, one_step
-from fourfold.runtime.trial import Task
+from fourfold.runtime.subject import Subject, subject
+from fourfold.runtime.train import one_step, start
 
 MODELS = {
     "vgg16-cifar": ("vgg16-cifar", 16),
@@ -140,7 +139,7 @@ def made(place: str, plan: str, seen: Subject, team: Ranks | Joined) -> Plan:
 
 def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) -> None:
     """Add the step times of one round."""
-    started(plan, seen, team)
+    start(seen, plan, team, optimizer=OPTIMIZER)
     looks = []
     for step in range(WARM_UP + STEPS):
         if step in (WARM_UP, WARM_UP + STEPS // 2):
@@ -151,15 +150,6 @@ def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) 
     looks.append(team(pace_now)[0])
     wire = sum(row.breakdown[term] for term in EXCHANGES) / row.predicted if row.place == "hosts" else 0.0
     row.speeds += [wire + (1 - wire) * pace / statistics.mean(looks)] * STEPS
-
-
-def started(plan: Plan, seen: Subject, team: Ranks | Joined, name: str = NOW) -> None:
-    """Let the ranks begin to train by a plan."""
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        data = Path(folder, "data.pt")
-        save_data(seen.case, data)
-        task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer=OPTIMIZER, steps=STEPS)
-        team(begin, task, 0, name)
 
 
 def calibrate(ranks: Ranks | Joined, path: Path) -> None:

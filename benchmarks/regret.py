@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accuracy import MODELS, OPTIMIZER, calibrate, parser, say, started
+from accuracy import MODELS, OPTIMIZER, calibrate, parser, say
 from scipy.stats import binom
 
 from fourfold.cluster import load_cluster
@@ -33,7 +33,7 @@ from fourfold.reproduce.hosts import hosts
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.train import NOW, one_step
+from fourfold.runtime.train import NOW, one_step, start
 
 PLACES = {"2": "", "4": "", "1gbit": "1gbit", "100mbit": "100mbit"}
 NAMES = ("vgg16-cifar", "resnet50", "unet3d", "gpt2")
@@ -153,7 +153,7 @@ def screen(match: Match, folder: Path) -> None:
     with ranks_of(match.place) as team:
         seen = prepared(match)
         for contender in match.contenders:
-            start(contender, seen, team, folder, NOW)
+            entered(contender, seen, team, folder, NOW)
             steps = max(LEAST - 1, min(SCREENED, round(SECONDS / 6 / contender.predicted)))
             contender.screened = [max(s for _, s in team(one_step, k, NOW)) for k in range(1 + steps)][1:]
             say(f"  {contender.name:18} {contender.about:24} predicted {1e3 * contender.predicted:8.1f} ms, "
@@ -166,7 +166,7 @@ def duel(match: Match, folder: Path) -> None:
     with ranks_of(match.place) as team:
         seen = prepared(match)
         for contender in some:
-            start(contender, seen, team, folder, contender.name)
+            entered(contender, seen, team, folder, contender.name)
         together = sum(statistics.median(c.screened) for c in some)
         turns = max(LEAST, min(TURNS, round(SECONDS / together)))
         for turn in range(1 + turns):
@@ -182,8 +182,9 @@ def prepared(match: Match) -> Subject:
     return subject(text, batch=batch)
 
 
-def start(contender: Contender, seen: Subject, team: Ranks | Joined, folder: Path, name: str) -> None:
-    started(load_plan(folder / f"{contender.name.replace(':', ' ')}.json"), seen, team, name)
+def entered(contender: Contender, seen: Subject, team: Ranks | Joined, folder: Path, name: str) -> None:
+    plan = load_plan(folder / f"{contender.name.replace(':', ' ')}.json")
+    start(seen, plan, team, optimizer=OPTIMIZER, name=name)
 
 
 def ranks_of(place: str) -> Ranks | Joined:

@@ -34,12 +34,12 @@ def kernels_file(name: str) -> Path:
     return cache_folder() / "kernels" / f"{_slug(name)}.json"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file so that a reader, or an interruption, never meets half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(text, "utf-8")
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
         os.replace(beside, path)
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}") from error

@@ -149,6 +149,8 @@ class _Estimating:
     def _working(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a lane's ranks that have something to compute: of few examples some may have none, and leave their core to
         others."""
+        if not self.cluster.device(ranks[0]).cores:
+            return ranks
         program = next(part.program for part in self.pipeline.parts if part.stage.ranks == ranks)
         anchors = [step.op.results[0] for step in program.computes() if step.nest.anchor]
         made = [program.layouts[name] for name in anchors if name in program.layouts]  # what passes make inside is not

@@ -34,7 +34,7 @@ SAMPLES = 1.28e6
 HYBRIDS = {"spatial+data": "data+spatial:space=4", "filter+data": "data+filter:model=4"}
 """The paper's names of strategies with a part inside a node, and ours."""
 PUBLISHED = (32, 64, 128, 256)
-PROJECTED = (16, 32, 64, 128, 256, 512, 1024)
+PROJECTED = (4, 16, 32, 64, 128, 256, 512, 1024)
 SEGMENTS = Options(stages=4, microbatches=8)
 ACCURACY = {
     "data": 96.10, "filter": 85.56, "channel": 73.67, "data+filter": 91.43, "data+spatial": 83.46, "pipeline": 90.22,
@@ -201,13 +201,13 @@ def _by_formula(network: Network, strategy: str, gpus: int) -> float:
 
 
 def _tried(seconds: Callable[[Network, str, int], float], network: Network, strategy: str, gpus: int) -> float | None:
-    """None past a strategy's limit. Pipelines have four GPUs: more make no sense for networks with so few even cuts."""
-    if strategy == "pipeline" and gpus != PROJECTED[0]:
+    """None past a strategy's limit. Pipelines have as many GPUs as `SEGMENTS` has stages."""
+    if strategy == "pipeline" and gpus != SEGMENTS.stages:
         return None
     try:
         if not weak(strategy) and projection(network, strategy, gpus).devices > projection(network, strategy, gpus).limit:
             return None
-        return seconds(network, strategy, 4 if strategy == "pipeline" else gpus)
+        return seconds(network, strategy, gpus)
     except Error:
         return None
 

@@ -25,9 +25,9 @@ from fourfold.plans import Options
 from fourfold.reproduce.hosts import hosts
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.subject import Subject, save_data, subject
-from fourfold.runtime.train import begin, forget, holding, one_step
-from fourfold.runtime.trial import Task, optimizer_named
+from fourfold.runtime.subject import Subject, subject
+from fourfold.runtime.train import forget, holding, one_step, start
+from fourfold.runtime.trial import optimizer_named
 
 DDP = "ddp"
 OPTIMIZER = "momentum"
@@ -83,7 +83,7 @@ def run(race: Race, team: Ranks | Joined) -> dict[str, Outcome]:
     """All contenders' steps in turn."""
     seen = subject(race.model, batch=race.batch)
     for contender in race.contenders:
-        _start(contender, race, seen, team)
+        _start(contender, seen, team)
     times: dict[str, list[float]] = {contender.name: [] for contender in race.contenders}
     for step in range(race.steps + 1):
         for contender in race.contenders:
@@ -94,16 +94,12 @@ def run(race: Race, team: Ranks | Joined) -> dict[str, Outcome]:
     return {name: Outcome(seconds=tuple(steps), held=held.get(name, {})) for name, steps in times.items()}
 
 
-def _start(contender: Contender, race: Race, seen: Subject, team: Ranks | Joined) -> None:
+def _start(contender: Contender, seen: Subject, team: Ranks | Joined) -> None:
     if contender.strategy == DDP:
         team(begin_peer, seen.case, [seen.graph.batch_dim(name) for name in (*seen.graph.inputs, *seen.graph.targets)])
         return
     plan = seen.plan(contender.strategy, ranks=team.count, options=Options(**contender.options))
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        data = Path(folder, "data.pt")
-        save_data(seen.case, data)
-        task = Task(graph=seen.graph, plan=plan, data=str(data), precision="fp32", optimizer=OPTIMIZER, steps=race.steps)
-        team(begin, task, 0, contender.name)
+    start(seen, plan, team, optimizer=OPTIMIZER, name=contender.name)
 
 
 def _fullest(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:

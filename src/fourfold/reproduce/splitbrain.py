@@ -46,7 +46,7 @@ def strategy(k: int) -> str:
 
 def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
     """The paper rerun."""
-    steps = Steps(told, 12 if runs else 2)
+    steps = Steps(told, 2 + (sum(map(len, GROUPS.values())) + 2 * len(GROUPS) if runs else 0))
     tables: list[Table] = []
     expected: list[Expectation] = []
     notes = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,8 +13,9 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import WithLoss, capture
 from fourfold.models.material import materialise
 from fourfold.models.spec import Case, build
-from fourfold.plans import Options, Plan, named
-from fourfold.runtime.parallel import signed
+from fourfold.plans import Options, Plan
+from fourfold.plans.sketch import Sketch
+from fourfold.runtime.parallel import signature_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +35,18 @@ class Subject:
         """The model without its arguments."""
         return self.text.partition(",")[0]
 
+    @property
+    def sketch(self) -> Sketch:
+        """All of it that plans depend on."""
+        signature = signature_of(self.case.inputs, self.case.targets)
+        return Sketch(text=self.text, batch=self.batch, graph=self.graph, signature=signature)
+
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
-        plan = named(strategy, self.graph, ranks=ranks, batch=self.batch, model=self.text, options=options)
-        return signed(plan, self.case.inputs, self.case.targets)
+        return self.sketch.plan(strategy, ranks=ranks, options=options)
 
     def adopted(self, plan: Plan) -> Plan:
         """A plan made for this model, in whatever precision, as one of this graph."""
-        mine = replace(plan, graph=self.graph.hash, model=self.text)
-        mine.check(self.graph)
-        return signed(mine, self.case.inputs, self.case.targets)
+        return self.sketch.adopted(plan)
 
 
 def subject(text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None) -> Subject:

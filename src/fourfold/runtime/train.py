@@ -29,6 +29,9 @@ from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import Task, optimizer_named, runner
 from fourfold.timeline import Timeline
 
+NOW = "now"
+"""The name of a run that is alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
@@ -68,11 +71,7 @@ def train(
     check_runnable(plan)
     losses: list[float] = []
     seconds: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        file = Path(folder, "data.pt")
-        save_data(subject.case, file, dataset(data, subject))
-        task = Task(graph=subject.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer, steps=steps)
-        ranks(begin, task, seed)
+    start(subject, plan, ranks, precision=precision, optimizer=optimizer, seed=seed, data=data)
     for step in range(steps):
         answers = ranks(one_step, step)
         losses.append(answers[0][0])
@@ -87,6 +86,18 @@ def train(
         waiting=waiting(found),
         timeline=Timeline.of(part.events for part in found),
     )
+
+
+def start(
+    subject: Subject, plan: Plan, ranks: Crew, *, precision: str = "fp32", optimizer: str = "sgd", seed: int = 0,
+    data: str = SYNTHETIC, name: str = NOW,
+) -> None:  # fmt: skip
+    """Let the ranks begin to train by a plan; under different names several can take turns."""
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
+        file = Path(folder, "data.pt")
+        save_data(subject.case, file, dataset(data, subject))
+        task = Task(graph=subject.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer)
+        ranks(begin, task, seed, name)
 
 
 class Trainer:
@@ -167,11 +178,10 @@ def _like(example: Tensor, generator: torch.Generator) -> Tensor:
 
 
 _running: dict[str, Trainer] = {}  # of this process: a rank is told its task once, then to go step by step
-NOW = "now"
 
 
 def begin(task: Task, seed: int, name: str = NOW) -> None:
-    """Bind the task to this rank; under different names several can take turns."""
+    """Bind the task to this rank."""
     _running.pop(name, None)
     _running[name] = Trainer(task, seed)
 
