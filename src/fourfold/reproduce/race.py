@@ -125,7 +125,7 @@ class Peer:
         loss: Tensor = self.loss(made, *self.targets) if self.loss is not None else made
         loss.backward()
         self.optimizer.step()
-        return float(loss), time.perf_counter() - begun
+        return float(loss.detach()), time.perf_counter() - begun
 
 
 _peer: list[Peer] = []  # of this process
