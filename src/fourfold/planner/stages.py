@@ -65,7 +65,7 @@ def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], known: Col
         priced, anchor = surrogate.options[knot.index][c][1], at[knot.anchor.path]
         for op, spent in zip(knot.graph.ops, priced.ops, strict=True):
             seconds[at.get(op.path, anchor)] += spent
-        seconds[anchor] += (priced.sums + priced.update) / surrogate.place.microbatches
+        seconds[anchor] += (priced.sums + priced.sent + priced.update) / surrogate.place.microbatches
         stored[anchor] += priced.stored
         kept[anchor] += priced.kept
     for (j, k), table in problem.pairs.items():

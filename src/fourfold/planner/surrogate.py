@@ -3,14 +3,16 @@
 For one micro-batch (or, without a pipeline, the batch), with the choice x_k of every knot k:
 
 - cost_k: the knot lowered alone (`plans.lower.lower_part`) and priced by `oracle.stage.StagePrices`: kernels both ways,
-  exchanges and statistics inside it; `oracle.prices.Prices.update` of its weights; and its gradient sums, less the part
-  `hidden` that is taken to vanish behind backward. Sums and updates count `1 / microbatches`: they come once for a batch.
+  exchanges and statistics inside it; `oracle.prices.Prices.update` of its weights; and its gradient sums, of those sent beside
+  backward less the part `hidden` that is taken to vanish there. Sums and updates count `1 / microbatches`: they come once for
+  a batch.
 - cost_jk: `oracle.meeting.Meeting.exchange` from what j makes to what k needs of it, and of its adjoint.
 - memory_k: weights, gradients, optimizer state and kept activations by `oracle.redundancy.held`; memory_jk: what k keeps of
   j in another layout than j does.
 
 Left out, so that it is a sum: waiting for slower ranks, stages and messages, and that a value two knots need alike is moved
-once. What is chosen by it is replayed in full.
+once. Its optima for several `hidden` are put in order by `Surrogate.played`, which lets the sums run beside backward, and the
+first of them are replayed in full.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Priced:
     """A knot under a choice. `layouts` by the knot's numbers: what it needs of others, and what it makes."""
 
     seconds: float  # both ways
-    sums: float  # of its gradients
+    backward: float  # of these
+    sums: float  # of its gradients, after backward
+    sent: float  # and beside it
     update: float
     stored: float  # bytes of weights, gradients, state
     kept: float  # bytes of activations, a micro-batch
@@ -135,11 +139,28 @@ class Surrogate:
     def problem(self, hidden: float, in_flight: int = 1) -> Problem:
         """The sum to minimise."""
         often = 1 / self.place.microbatches
-        costs = [np.array([p.seconds + often * ((1 - hidden) * p.sums + p.update) for _, p in some]) for some in self.options]
+        costs = [
+            np.array([p.seconds + often * (p.sums + (1 - hidden) * p.sent + p.update) for _, p in some]) for some in self.options
+        ]
         memory = [np.array([p.stored + in_flight * p.kept for _, p in some]) for some in self.options]
         sizes = {pair: in_flight * extra for pair, (_, extra) in self._pairs.items()}
         pairs = {pair: seconds for pair, (seconds, _) in self._pairs.items()}
         return Problem(costs=tuple(costs), memory=tuple(memory), pairs=pairs, pair_memory=sizes)
+
+    def played(self, chosen: Sequence[int]) -> float:
+        """Seconds of a batch without stages: gradient sums go out one after the other as backward comes to them, and what is
+        still under way at its end is waited for. Half of what moves between knots moves in backward."""
+        now = wire = total = 0.0
+        moved = [0.0] * len(self.knots)
+        for (j, k), (seconds, _) in self._pairs.items():
+            moved[k] += float(seconds[chosen[j], chosen[k]])
+        for knot in reversed(self.knots):
+            priced = self.options[knot.index][chosen[knot.index]][1]
+            total += priced.seconds + moved[knot.index] + priced.sums + priced.update
+            now += priced.backward
+            wire = max(wire, now) + priced.sent if priced.sent else wire
+            now += moved[knot.index] / 2
+        return total + max(wire - now, 0.0)
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
@@ -221,15 +242,18 @@ def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> P
     part = Part(index=0, stage=stage, graph=knot.graph, programs={place.size: program})
     stages = StagePrices(part, place.size, place.prices, live, place.dtypes)
     forward, backward = stages.forward(), stages.backward()
-    sums = [item for item in backward if item.category == "gradient_exchange"]
-    work = [*forward, *(item for item in backward if item.category != "gradient_exchange")]
+    sent = [item for item in backward if item.category == "gradient_exchange"]
+    back = [item for item in backward if item.category != "gradient_exchange"]
+    work = [*forward, *back]
     sizes = held(part, place.optimizer, 1)
     known = dict(program.layouts)
     for step in reversed(program.computes()):  # of what is read, how the first reader needs it
         known.update((n, need) for n, need in zip(step.op.operands, step.needs, strict=True) if n in knot.graph.inputs)
     return Priced(
         seconds=_seconds(work, place),
-        sums=_seconds([*sums, *stages.reductions()], place),
+        backward=_seconds(back, place),
+        sums=_seconds(stages.reductions(), place),
+        sent=_seconds(sent, place),
         update=place.crowd * place.prices.update(place.optimizer, stages.updated_bytes(), place.ranks[0]),
         stored=float(sum(h.local * h.count for h in sizes if h.kind != "activations")),
         kept=float(sum(h.local * h.count for h in sizes if h.kind == "activations")),
