@@ -8,6 +8,7 @@ messages cost, which is the oracle's.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -143,13 +144,13 @@ class Cluster:
     def _run(self, rank: int) -> int:
         if not 0 <= rank < self.size:
             raise InvalidInput(f"rank {rank} of a cluster with {self.size} devices in use; ranks count from 0")
-        return next(i for i, end in enumerate(self._firsts[1:]) if rank < end)
+        return bisect_right(self._firsts, rank) - 1
 
     def _first_device(self, node: int) -> int:
         """The first device of a node; past the last node, the number of devices."""
         if node >= self.node_count:
             return self.capacity
-        run = next(i for i, end in enumerate(self._runs[1:]) if node < end)
+        run = bisect_right(self._runs, node) - 1
         return self._firsts[run] + (node - self._runs[run]) * self.nodes[run].devices
 
 

@@ -70,10 +70,14 @@ class Place:
         return {"float32": "float64"} if self.prices.precision == "fp64" else {}
 
     @cached_property
+    def sharers(self) -> int:
+        return self.prices.cluster.sharers(self.ranks[0])
+
+    @cached_property
     def crowd(self) -> float:
         """How many ranks take turns on a core."""
         cores = self.prices.cluster.device(self.ranks[0]).cores
-        return max(1.0, self.prices.cluster.sharers(self.ranks[0]) / cores) if cores else 1.0
+        return max(1.0, self.sharers / cores) if cores else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +267,9 @@ def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> P
 
 
 def _seconds(items: Iterable[Item], place: Place) -> float:
-    shared = place.prices.cluster.sharers(place.ranks[0]) > 1
-    return place.crowd * sum(item.seconds * (item.busy if shared else 1.0) for item in items)
+    if place.sharers == 1:
+        return sum(item.seconds for item in items)
+    return place.crowd * sum(item.seconds * item.busy for item in items)
 
 
 def _by_op(knot: Knot, items: Sequence[Item], place: Place) -> tuple[float, ...]:
