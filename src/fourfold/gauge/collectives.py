@@ -116,7 +116,8 @@ def _once(once: Callable[[], Any]) -> float:
 
 
 def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, crowd: float, repeats: int) -> _Block:
-    """Computing and the collective, several times: the mean over all ranks that take part, without the longest few."""
+    """Computing and the collective, several times: the mean over all ranks that take part, without the longest few. Where ranks
+    take turns on cores, long times are the rule and not a disturbance: what one group loses another has won, so all count."""
     dist.barrier()
     spent, computing = [], []
     for _ in range(repeats):
@@ -132,12 +133,12 @@ def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, crowd: float,
     sums = float(group is not None) * torch.tensor([*spent, *computing, 1.0], dtype=torch.float64)
     dist.all_reduce(sums)
     shared = (sums[:-1] / sums[-1]).tolist()
-    return _Block(_mean(shared[:repeats]), statistics.mean(shared[repeats:]), repeats)
+    mean = _mean if crowd == 1 else statistics.mean
+    return _Block(mean(shared[:repeats]), statistics.mean(shared[repeats:]), repeats)
 
 
 def _mean(times: list[float]) -> float:
-    """Without the longest few. No median: where ranks take turns on cores, half of the times may be short and half long, and
-    what counts is their sum."""
+    """Without the longest few."""
     return statistics.mean(sorted(times)[: len(times) - len(times) // OUTLIERS])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.cluster import Device
@@ -24,9 +24,9 @@ from fourfold.oracle.stream import Streamed, streamed
 from fourfold.oracle.traffic import pair_kind
 from fourfold.plans.boundary import Side, sizes
 from fourfold.plans.buckets import CHUNK_BYTES
-from fourfold.plans.pipeline import Part, Pipeline
+from fourfold.plans.pipeline import Part, Pipeline, Task
 from fourfold.plans.schedule import FUSED
-from fourfold.timeline import Timeline
+from fourfold.timeline import Event, Timeline
 
 DRIFT = 0.05
 """How far the median step of one run may lie from another's, relative: assumed where no calibration has measured it."""
@@ -100,15 +100,14 @@ class _Estimating:
     def run(self) -> Estimate:
         lanes = [self._lane(ranks) for ranks in self.pipeline.places]
         machine = Machine(cores={self.cluster.node(r): self.cluster.device(r).cores for r in range(self.plan.size)})
-        timeline = Replay(lanes, machine, self._work(), self._messages()).run()
-        ends = {lane.first: 0.0 for lane in lanes} | {event.rank: event.end for event in timeline.events}
-        after = {lane.first: self._update(lane.first) for lane in lanes}
+        events = Replay(lanes, machine, self._work(lanes), self._messages()).run().events
+        timeline = Timeline(tuple(event for event in events if event.kind != "update"))
+        ends = {lane.first: 0.0 for lane in lanes} | {event.rank: event.end for event in events}
         asked = {lane.first: self._asked(lane.first) for lane in lanes}
-        critical = max(ends, key=lambda first: max(ends[first] + sum(after[first]), asked[first]))
-        terms = self._terms(timeline, critical, *after[critical])
-        worked = ends[critical] + sum(after[critical])
-        step = max(worked, asked[critical])
-        terms["other"] += step - worked
+        critical = max(ends, key=lambda first: max(ends[first], asked[first]))
+        terms = self._terms([event for event in events if event.rank == critical], critical)
+        step = max(ends[critical], asked[critical])
+        terms["other"] += step - ends[critical]
         half = 0.5 * self._spread(critical) + _drift(self.cluster.device(critical)) * step
         every = [item for items in self.items.values() for item in items if item.category == "compute"]
         known = total(i for i in every if i.source == "measured") / (total(every) or 1.0)
@@ -142,10 +141,14 @@ class _Estimating:
         }
 
     def _lane(self, ranks: tuple[int, ...]) -> Lane:
-        counts: dict[int, int] = {}
-        for rank in self._working(ranks):
-            counts[self.cluster.node(rank)] = counts.get(self.cluster.node(rank), 0) + 1
-        return Lane(first=ranks[0], tasks=self.pipeline.tasks(ranks[0]), nodes=tuple(counts.items()))
+        nodes = Counter(map(self.cluster.node, self._working(ranks)))
+        part = self._parts(ranks[0])[0]
+        beside = sum(self.cluster.node(r) in nodes for others in self._beside(part) for r in others)
+        tasks = (*self.pipeline.tasks(ranks[0]), Task(kind="update", stage=part.index))
+        return Lane(first=ranks[0], tasks=tasks, nodes=tuple(nodes.items()), beside=beside)
+
+    def _parts(self, rank: int) -> list[Part]:
+        return [part for part in self.pipeline.parts if rank in part.stage.ranks]
 
     def _working(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a lane's ranks that have something to compute: of few examples some may have none, and leave their core to
@@ -159,8 +162,8 @@ class _Estimating:
         full = [some for some in kinds if any(0 not in layout.local_shape(program.mesh.coords(some[0])) for layout in made)]
         return tuple(ranks[member] for some in full for member in some) or ranks
 
-    def _work(self) -> dict[tuple[int, str, int], Work]:
-        out: dict[tuple[int, str, int], Work] = {}
+    def _work(self, lanes: Iterable[Lane]) -> dict[tuple[int, str, int], Work]:
+        out = {(self._parts(lane.first)[0].index, "update", 0): self._after(lane.first)[0] for lane in lanes}
         for part in self.pipeline.parts:
             for m in range(self.plan.microbatches):
                 for kind in ("F", "B"):
@@ -220,37 +223,35 @@ class _Estimating:
     def _asked(self, lane: int) -> float:
         """Seconds the host needs to ask for all kernels of a step. It runs ahead of its device and waits for nothing, from step
         to step, so that the slower of the two decides. Left out: what it does for the update and for exchanges."""
-        parts = [part.index for part in self.pipeline.parts if lane in part.stage.ranks]
+        parts = [part.index for part in self._parts(lane)]
         each = {(p, size): times for p in parts for size, times in Counter(self.plan.sizes).items()}
         return sum(
             times * sum(item.asked for kind in ("F", "B") for item in self.items[p, kind, size])
             for (p, size), times in each.items()
         )
 
-    def _update(self, first: int) -> tuple[float, float]:
-        """Seconds of a rank's update, and of getting what others have updated (ZeRO-1)."""
-        stages = [self._stage(part.index) for part in self.pipeline.parts if first in part.stage.ranks]
-        cores = self.cluster.device(first).cores
-        crowd = max(1.0, self.cluster.sharers(first) / cores) if cores else 1.0
-        update = crowd * sum(self.prices.update(self.optimizer, stage.updated_bytes(), first) for stage in stages)
-        return update, crowd * sum(self._shared(stage, first) for stage in stages)
+    def _after(self, first: int) -> tuple[Work, float]:
+        """What comes after the sums: a rank's update, and getting what others have updated (ZeRO-1); and the seconds of the
+        update alone."""
+        stages = [self._stage(part.index) for part in self._parts(first)]
+        update = sum(self.prices.update(self.optimizer, stage.updated_bytes(), first) for stage in stages)
+        copied, gathered = 0.0, 0.0
+        for stage in stages:
+            for axes, size in stage.shared_bytes().items():
+                copied += self.prices.copying(2 * size, first)
+                gathered += self._gathered(stage.meeting.groups(axes), size)
+        return Work(seconds=update + copied, still=gathered), update
 
-    def _shared(self, stage: StagePrices, first: int) -> float:
-        """Slices of parameters gathered, a few megabytes at a time."""
-        seconds = 0.0
-        for axes, size in stage.shared_bytes().items():
-            groups = stage.meeting.groups(axes)
-            rounds = math.ceil(size / len(groups[0]) / CHUNK_BYTES)
-            if self.prices.together(groups):
-                each = self.prices.collective("shared_gather", groups, 8.0).seconds
-            else:
-                each = self.prices.collective("all_gather", groups, min(CHUNK_BYTES, size / len(groups[0]))).seconds
-            seconds += self.prices.copying(2 * size, first) + rounds * each
-        return seconds
+    def _gathered(self, groups: tuple[tuple[int, ...], ...], size: float) -> float:
+        """Seconds of gathering slices of parameters, a few megabytes at a time."""
+        rounds = math.ceil(size / len(groups[0]) / CHUNK_BYTES)
+        if self.prices.together(groups):
+            return rounds * self.prices.collective("shared_gather", groups, 8.0).seconds
+        return rounds * self.prices.collective("all_gather", groups, min(CHUNK_BYTES, size / len(groups[0]))).seconds
 
-    def _terms(self, timeline: Timeline, lane: int, update: float, shared: float) -> dict[Category, float]:
+    def _terms(self, events: Sequence[Event], lane: int) -> dict[Category, float]:
         out: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
-        for event in (e for e in timeline.events if e.rank == lane):
+        for event in events:
             if event.kind in ("F", "B"):
                 stream = self.streams[self._key(*_numbers(event.action, event.kind))]
                 slower = (event.seconds - stream.still) / (stream.work or 1.0)  # on shared or busy cores
@@ -258,18 +259,20 @@ class _Estimating:
                     out[category] += seconds
                 for category, seconds in stream.terms.items():
                     out[category] += slower * seconds
+            elif event.kind == "update":
+                after, update = self._after(lane)
+                spent = (event.seconds - after.still) * (update / (after.seconds or 1.0))
+                out["update"] += spent
+                out["gradient_exchange"] += event.seconds - spent
             else:
                 out["pipeline" if event.kind in ("wait", "send", "receive") else "gradient_exchange"] += event.seconds
-        out["update"] += update
-        out["gradient_exchange"] += shared
-        end = max((e.end for e in timeline.events if e.rank == lane), default=0.0)
-        out["other"] += end + update + shared - sum(out.values())
+        out["other"] += max((event.end for event in events), default=0.0) - sum(out.values())
         return out
 
     def _spread(self, lane: int) -> float:
         """Seconds by which the lane's items together may be off: measured times stray one by one, so that much evens out;
         formulas are wrong for all items alike."""
-        parts = [part.index for part in self.pipeline.parts if lane in part.stage.ranks]
+        parts = [part.index for part in self._parts(lane)]
         keys = [self._key(p, kind, m) for p in parts for kind in ("F", "B") for m in range(self.plan.microbatches)]
         items = [item for found in (*(self.items[key] for key in keys), *(self.sums[p] for p in parts)) for item in found]
         chance = math.hypot(*(item.spread for item in items if item.source == "measured"))

@@ -3,7 +3,8 @@
 A lane is a set of ranks that share a list of actions. Compute of a lane is work that its ranks' cores do; where the ranks
 of a node outnumber its cores, those busy at the moment draw from them evenly (processor sharing), and the more cores are
 busy, the slower each is, by the kernels' own factor. Exchanges among the ranks of a lane come after its compute; within a
-node they take its cores too, but how the lane's own ranks share them is in their measured times already.
+node they take its cores too, but how the lane's own ranks, and those measured beside them, share them is in their measured
+times already.
 
 A message between stages begins when it is sent and its receive is posted, takes its time on the link, one after the other
 in each direction, and is waited for by the action that needs it.
@@ -36,6 +37,7 @@ class Lane:
     first: int  # rank
     tasks: tuple[Task, ...]
     nodes: tuple[tuple[int, int], ...]  # node, ranks of the lane on it
+    beside: int = 0  # ranks of other lanes there, whose exchanges at the same time are in the measured times of this one's
 
     @property
     def near(self) -> bool:
@@ -250,7 +252,7 @@ class Replay:
                 crowd = 1.0 + (state.busy - 1.0) * (min(busy, cores) - 1) / max(cores - 1, 1)
                 slowest = min(slowest, turns / crowd)
             else:
-                slowest = min(slowest, turns / min(1.0, cores / own))
+                slowest = min(slowest, turns / min(1.0, cores / (own + lane.beside)))
         return slowest
 
     def _note(self, lane: Lane, action: str, kind: str, start: float) -> None:

@@ -143,9 +143,8 @@ class Surrogate:
     def problem(self, hidden: float, in_flight: int = 1) -> Problem:
         """The sum to minimise."""
         often = 1 / self.place.microbatches
-        costs = [
-            np.array([p.seconds + often * (p.sums + (1 - hidden) * p.sent + p.update) for _, p in some]) for some in self.options
-        ]
+        seen = 1 - hidden
+        costs = [np.array([p.seconds + often * (p.sums + seen * p.sent + p.update) for _, p in some]) for some in self.options]
         memory = [np.array([p.stored + in_flight * p.kept for _, p in some]) for some in self.options]
         sizes = {pair: in_flight * extra for pair, (_, extra) in self._pairs.items()}
         pairs = {pair: seconds for pair, (seconds, _) in self._pairs.items()}

@@ -34,7 +34,7 @@ BLOCKING = ("1f1b-sno",)
 class Task:
     """One entry of a rank's list."""
 
-    kind: Literal["F", "B", "receive", "send", "reduce", "tie"]
+    kind: Literal["F", "B", "receive", "send", "reduce", "tie", "update"]
     stage: int = 0
     microbatch: int = 0
     peer: int = 0  # of receive and send: the other stage
@@ -45,6 +45,8 @@ class Task:
             return "T"
         if self.kind == "reduce":
             return f"{self.stage}G"
+        if self.kind == "update":
+            return "U"
         if self.kind in ("F", "B"):
             return f"{self.stage}{self.kind}{self.microbatch}"
         return f"{self.stage}{'<' if self.kind == 'receive' else '>'}{self.peer}{self.way}{self.microbatch}"

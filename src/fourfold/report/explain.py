@@ -73,8 +73,11 @@ def _why_not(plan: Candidate, against: Against) -> Iterator[str]:
         return
     longer = [f"{seconds_text(s)} more {TERMS[t]}" for t, s in against.terms if s > SEEN * plan.seconds][:2]
     saved = [f"{seconds_text(-s)} less {TERMS[t]}" for t, s in against.terms if s < -SEEN * plan.seconds][:1]
-    why = "; ".join(filter(None, [" and ".join(longer), f"though {saved[0]}" if saved else ""])) or "by small differences"
-    yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long: {why}."
+    why = "; ".join(filter(None, [" and ".join(longer), f"though {saved[0]}" if saved else ""]))
+    if not why and ratio < 1 + SEEN:
+        yield f"- {name} takes {seconds_text(other.seconds)}, hardly longer."
+    else:
+        yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long: {why or 'many small differences'}."
 
 
 def _changes(told: Explanation) -> Table:
