@@ -1,11 +1,12 @@
 """Kernels timed on this machine: each local op of a program run by itself, as the runtime would run it, forward and backward.
 
 Kernels that exchange something inside are timed on a rank that meets only itself: their communication is priced apart. A
-kernel is run on one rank of every host, then on as many as a host has cores: the ratio is what a busy machine costs; ranks
-that outnumber cores take turns, which the replay knows. Caches are as in a step: weights and what was saved are not in them,
-what the op before has made is. A time is the mean of repetitions without the longest (a step is a sum: medians would leave
-out what is rare for one kernel and common for hundreds). Machines have bad moments of seconds: all kernels are gone through
-several times, and of a kernel's times the middle half counts.
+kernel is run on one rank of every host, then on all: the ratio is what a busy machine costs. Ranks that outnumber cores take
+turns, which the replay knows: of them the time at work counts, which is longer too, because they share caches.
+
+Caches are as in a step: weights and what was saved are not in them, what the op before has made is. A time is the mean of
+repetitions without the longest (a step is a sum: medians would leave out what is rare for one kernel and common for hundreds).
+Machines have bad moments of seconds: all kernels are gone through several times, and of their times the middle half counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.gauge.middle import middle
-from fourfold.gauge.pace import Pace, with_a_core_each
+from fourfold.gauge.pace import Pace, by_host, with_a_core_each
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.alike import alike
@@ -43,6 +44,7 @@ FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more tha
 CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
 LONGEST_CHAIN = 16
 DRAWN = 2**16  # numbers drawn at random, then repeated
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +103,20 @@ def timed(
     """The times of kernels on this rank's machine, told at a pace of it (`gauge.pace`; 0: as it is now); all ranks of the
     process group must call with the same list."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    crowd, group = with_a_core_each()
-    me, first, work = dist.get_rank(), [ranks[0] for ranks in crowd], Pace()
-    busy = any(me in ranks for ranks in crowd)
+    hosts, (crowd, group) = by_host(), with_a_core_each()
+    me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
+    calm = any(me in ranks for ranks in crowd)
+    clock = time.thread_time if hosts != crowd else time.perf_counter
     found: dict[str, list[tuple[_Times, _Times]]] = {}
     for sample in list(wanted) * rounds:
-        run = _Run(sample, alone, dtypes) if busy else None
-        repeats = _first_rank_says(run.repeats if run is not None else 0)
-        if busy:
+        run = _Run(sample, alone, dtypes)
+        repeats = _first_rank_says(run.repeats)
+        if calm:
             dist.barrier(group)
-        speed = pace / work() if busy and pace else 1.0
-        single = run.series(repeats) if run is not None and me in first else None
+        speed = pace / work() if calm and pace else 1.0
+        single = run.series(repeats) if me in first else None
         dist.barrier()
-        crowded = run.series(repeats, lambda: dist.barrier(group)) if run is not None and len(crowd[0]) > 1 else single
+        crowded = run.series(repeats, dist.barrier, clock) if max(map(len, hosts)) > 1 else single
         dist.barrier()
         if single is not None and crowded is not None:
             found.setdefault(sample.kernel.key, []).append((single.at(speed), crowded.at(speed)))
@@ -169,7 +172,7 @@ class _Run:
         links = min(round(CHAIN_SECONDS / seconds), LONGEST_CHAIN)
         self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(1, links)]
 
-    def once(self, together: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+    def once(self, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter) -> tuple[float, float]:
         """Seconds of one forward and one backward; `together` waits for the others that run it."""
         count, outs = len(self.chain), []
         self._forget()
@@ -177,9 +180,9 @@ class _Run:
             for tensors in self.chain:
                 tensors[self.fresh].detach().sum()
         together()
-        begun = time.perf_counter()
+        begun = clock()
         results = [self.run(*tensors) for tensors in self.chain]
-        forward = time.perf_counter() - begun
+        forward = clock() - begun
         for result in results:
             outs += [t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.requires_grad]
         leaves = [t for tensors in self.chain for t in tensors if t.requires_grad]
@@ -188,18 +191,20 @@ class _Run:
         self._forget()
         grads = [torch.ones_like(t) for t in outs]
         together()
-        begun = time.perf_counter()
+        begun = clock()
         torch.autograd.grad(outs, leaves, grads, allow_unused=True)
-        return forward / count, (time.perf_counter() - begun) / count
+        return forward / count, (clock() - begun) / count
 
     def _forget(self) -> None:
         """Fill the caches with something else."""
         self.others[0].fill_(1.0)
         self.others[1].sum()
 
-    def series(self, repeats: int, together: Callable[[], Any] = lambda: None) -> _Times:
+    def series(
+        self, repeats: int, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter
+    ) -> _Times:
         """Means of several runs."""
-        kept = sorted((self.once(together) for _ in range(repeats)), key=sum)[: repeats - DROPPED]
+        kept = sorted((self.once(together, clock) for _ in range(repeats)), key=sum)[: repeats - DROPPED]
         return _Times(statistics.mean(f for f, _ in kept), statistics.mean(b for _, b in kept))
 
 

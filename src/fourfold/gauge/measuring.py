@@ -30,8 +30,7 @@ DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
 
 def table_name(ranks_per_host: int) -> str:
     """The name of this machine's table of kernels: everything their times depend on."""
-    cores = usable_cores()
-    return f"{_processor()} {cores} cores {min(ranks_per_host, cores)} busy torch {torch.__version__}"
+    return f"{_processor()} {usable_cores()} cores {ranks_per_host} busy torch {torch.__version__}"
 
 
 def _processor() -> str:

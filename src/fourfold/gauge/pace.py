@@ -37,11 +37,16 @@ class Pace:
         return time.perf_counter() - begun
 
 
-def with_a_core_each() -> tuple[list[list[int]], Any]:
-    """By host, as many of its ranks as it has cores; and the group of all of them. All ranks must call."""
+def by_host() -> list[list[int]]:
+    """The ranks of each host. All ranks must call."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, host_of_this_process())
-    found = [[rank for rank, host in enumerate(hosts) if host == name][: usable_cores()] for name in dict.fromkeys(hosts)]
+    return [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+
+
+def with_a_core_each() -> tuple[list[list[int]], Any]:
+    """By host, as many of its ranks as it has cores; and the group of all of them. All ranks must call."""
+    found = [ranks[: usable_cores()] for ranks in by_host()]
     return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
 
 

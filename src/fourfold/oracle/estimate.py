@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from fourfold.cluster import Device
 from fourfold.errors import Infeasible
 from fourfold.graph.spec import ITEM_BYTES
-from fourfold.oracle.alike import alike
 from fourfold.oracle.items import CATEGORIES, Category, Item, total
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
@@ -141,7 +140,7 @@ class _Estimating:
         }
 
     def _lane(self, ranks: tuple[int, ...]) -> Lane:
-        nodes = Counter(map(self.cluster.node, self._working(ranks)))
+        nodes = Counter(map(self.cluster.node, ranks))
         part = self._parts(ranks[0])[0]
         beside = sum(self.cluster.node(r) in nodes for others in self._beside(part) for r in others)
         tasks = (*self.pipeline.tasks(ranks[0]), Task(kind="update", stage=part.index))
@@ -149,18 +148,6 @@ class _Estimating:
 
     def _parts(self, rank: int) -> list[Part]:
         return [part for part in self.pipeline.parts if rank in part.stage.ranks]
-
-    def _working(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of a lane's ranks that have something to compute: of few examples some may have none, and leave their core to
-        others."""
-        if not self.cluster.device(ranks[0]).cores:
-            return ranks
-        program = next(part.program for part in self.pipeline.parts if part.stage.ranks == ranks)
-        anchors = [step.op.results[0] for step in program.computes() if step.nest.anchor]
-        made = [program.layouts[name] for name in anchors if name in program.layouts]  # what passes make inside is not
-        kinds = alike(program.mesh, [program])
-        full = [some for some in kinds if any(0 not in layout.local_shape(program.mesh.coords(some[0])) for layout in made)]
-        return tuple(ranks[member] for some in full for member in some) or ranks
 
     def _work(self, lanes: Iterable[Lane]) -> dict[tuple[int, str, int], Work]:
         out = {(self._parts(lane.first)[0].index, "update", 0): self._after(lane.first)[0] for lane in lanes}
@@ -284,8 +271,10 @@ def _drift(device: Device) -> float:
 
 
 def _priced(stream: Streamed) -> Work:
-    busy = stream.crowded / stream.work if stream.work else 1.0
-    return Work(seconds=stream.work, busy=max(busy, 1.0), still=stream.still)
+    if not stream.work:
+        return Work(seconds=0.0, still=stream.still)
+    busy, even = stream.crowded / stream.work, stream.shared / stream.work
+    return Work(seconds=stream.work, busy=max(busy, 1.0), even=even, still=stream.still)
 
 
 def _numbers(action: str, kind: str) -> tuple[int, str, int]:

@@ -18,6 +18,7 @@ class Item:
     label: str
     seconds: float
     busy: float = 1.0
+    even: float = 1.0  # what an average rank has to do of it, against the slowest
     spread: float = 0.0  # seconds, one quartile to the other
     meets: bool = False  # whether the ranks wait for each other in it
     source: str = "measured"

@@ -27,6 +27,7 @@ class Work:
 
     seconds: float
     busy: float = 1.0  # how many times longer the work takes with all cores of the node busy
+    even: float = 1.0  # of it, what an average rank of the lane does: the others wait and leave their cores
     still: float = 0.0
 
 
@@ -58,6 +59,7 @@ class _State:
     left: float = 0.0  # seconds of work left, at full speed
     still: float = 0.0
     busy: float = 1.0
+    even: float = 1.0
     begun: float = 0.0
     running: bool = False
     waiting: float | None = None  # since when
@@ -95,7 +97,7 @@ class Replay:
             for node, _ in lane.nodes:
                 if self.machine.cores.get(node, 0):
                     self.on.setdefault(node, []).append(k)
-        self.busy = dict.fromkeys(self.on, 0)  # ranks at work
+        self.busy = dict.fromkeys(self.on, 0.0)  # ranks at work
         self.changed: set[int] = set()  # nodes on which that is another number than before
         self.post: dict[tuple[int, int, str, int], _Message] = {}
         self.expected: dict[tuple[int, str, int], list[tuple[int, int, str, int]]] = {}
@@ -137,8 +139,9 @@ class Replay:
         work = self.work[task.stage, task.kind, task.microbatch]
         state.waiting, state.running, state.begun = None, True, self.now
         state.left, state.still, state.busy = work.seconds, work.still, work.busy
+        state.even = work.even if work.seconds else 1.0
         if state.left or lane.near:
-            self._occupy(k, 1)
+            self._occupy(k, state.even)
         self._timed(k)
         return True
 
@@ -191,13 +194,12 @@ class Replay:
         """A lane's work is done: its exchanges follow, or it is through with its action."""
         lane, state = self.lanes[k], self.states[k]
         if state.left and state.still:
-            if not lane.near:
-                self._occupy(k, -1)
-            state.left = 0.0
+            self._occupy(k, (1.0 if lane.near else 0.0) - state.even)
+            state.left, state.even = 0.0, 1.0
             self._timed(k)
             return
         if state.left or lane.near:
-            self._occupy(k, -1)
+            self._occupy(k, -state.even)
         state.left = state.still = 0.0
         task = lane.tasks[state.at]
         self._note(lane, str(task), task.kind, state.begun)
@@ -215,11 +217,11 @@ class Replay:
         state.end = self.now + (state.left or state.still) / state.speed
         heapq.heappush(self.ending, (state.end, k))
 
-    def _occupy(self, k: int, sign: int) -> None:
-        """A lane's ranks take cores, or let go of them."""
-        for node, count in self.lanes[k].nodes if self.on else ():
+    def _occupy(self, k: int, each: float) -> None:
+        """A lane's ranks take so much of a core each, or let go of it."""
+        for node, count in self.lanes[k].nodes if self.on and each else ():
             if node in self.on:
-                self.busy[node] += sign * count
+                self.busy[node] = round(self.busy[node] + each * count, 9)
                 self.changed.add(node)
 
     def _retime(self) -> None:
@@ -249,7 +251,7 @@ class Replay:
             busy = self.busy[node]
             turns = min(1.0, cores / max(busy, 1))
             if state.left:
-                crowd = 1.0 + (state.busy - 1.0) * (min(busy, cores) - 1) / max(cores - 1, 1)
+                crowd = 1.0 + (state.busy - 1.0) * max(min(busy, cores) - 1, 0) / max(cores - 1, 1)
                 slowest = min(slowest, turns / crowd)
             else:
                 slowest = min(slowest, turns / min(1.0, cores / (own + lane.beside)))

@@ -8,7 +8,7 @@ adjoint. Left out: the order in which autograd takes branches, which changes no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from fourfold.graph import Graph
@@ -40,9 +40,10 @@ class StagePrices:
         self.part, self.prices, self.live, self.dtypes = part, prices, live, dtypes
         self.program, self.mesh, self.ranks = part.programs[size], part.stage.mesh, part.stage.ranks
         self.graph: Graph = self.program.graph
-        self.members = [m for members in alike(self.mesh, [self.program]) for m in self._firsts(members)]
+        self.stands = {m: n for members in alike(self.mesh, [self.program]) for m, n in self._firsts(members)}
+        self.members = list(self.stands)
         self.gradients = dict.fromkeys(live, True)
-        self._known: dict[int, list[KernelTime]] = {}  # by the identity of a step of the program
+        self._known: dict[int, list[tuple[KernelTime, int]]] = {}  # by the identity of a step of the program
         self.meeting = Meeting(
             prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes,
             beside=beside,
@@ -51,12 +52,12 @@ class StagePrices:
         self.gathering: dict[str, Move] = {m.target: m for m in self.gathers.moves}
         self.fanout = self._fanout()
 
-    def _firsts(self, members: Iterable[int]) -> list[int]:
-        """Of members alike, the first on each kind of device."""
-        found: dict[str, int] = {}
+    def _firsts(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Of members alike, the first on each kind of device, and for how many it stands."""
+        found: dict[str, list[int]] = {}
         for member in members:
-            found.setdefault(self._device(member), member)
-        return list(found.values())
+            found.setdefault(self._device(member), []).append(member)
+        return ((some[0], len(some)) for some in found.values())
 
     def forward(self) -> list[Item]:
         self.gathers.begin()
@@ -98,11 +99,14 @@ class StagePrices:
         return [*gathered, *summed, *self._compute(step, "backward")]
 
     def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
-        slowest = max(self._times(step), key=lambda t: t.forward if way == "forward" else t.backward)
-        seconds = slowest.forward if way == "forward" else slowest.backward
+        times = self._times(step)
+        spent = [t.forward if way == "forward" else t.backward for t, _ in times]
+        seconds = max(spent)
+        slowest, _ = times[spent.index(seconds)]
+        even = sum(n * s for (_, n), s in zip(times, spent, strict=True)) / seconds / self.mesh.size if seconds else 1.0
         spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
         out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
-                    source=slowest.source, asked=slowest.asked[0 if way == "forward" else 1])]  # fmt: skip
+                    even=even, source=slowest.source, asked=slowest.asked[0 if way == "forward" else 1])]  # fmt: skip
         joint = step.axes_of("joint")
         return [*out, self._joint(step, joint)] if joint else out
 
@@ -120,12 +124,17 @@ class StagePrices:
                                                  spread=spread, source=time.source, asked=time.asked[0]))  # fmt: skip
         return out
 
-    def _times(self, step: Compute) -> list[KernelTime]:
-        """A step's times on each kind of member, worked out once for its forward and its backwards, and for members that
-        differ elsewhere."""
+    def _times(self, step: Compute) -> list[tuple[KernelTime, int]]:
+        """A step's times on each kind of member, and how many there are; worked out once for its forward and its backwards,
+        and for members that differ elsewhere."""
         if id(step) not in self._known:
-            shares = {(share_of(step, self.mesh.coords(m)), self._device(m)): m for m in reversed(self.members)}
-            self._known[id(step)] = [self.prices.kernel(self.kernel(step, m), self.ranks[m]) for m in shares.values()]
+            kinds: dict[tuple[tuple[int, ...], str], list[int]] = {}
+            for m in self.members:
+                kinds.setdefault((share_of(step, self.mesh.coords(m)), self._device(m)), []).append(m)
+            self._known[id(step)] = [
+                (self.prices.kernel(self.kernel(step, some[0]), self.ranks[some[0]]), sum(self.stands[m] for m in some))
+                for some in kinds.values()
+            ]
         return self._known[id(step)]
 
     def _device(self, member: int) -> str:

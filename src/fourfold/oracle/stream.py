@@ -19,6 +19,7 @@ class Streamed:
     still: float = 0.0  # waiting and communicating, which no core of ours speeds up
     work: float = 0.0
     crowded: float = 0.0  # the work with all cores busy
+    shared: float = 0.0  # the work of an average rank
     wire: float = 0.0  # when the last message is through
     terms: dict[Category, float] = field(default_factory=dict)  # of the work
     waits: dict[Category, float] = field(default_factory=dict)  # of what is still
@@ -50,6 +51,7 @@ class Streamed:
         else:
             self.work += item.seconds
             self.crowded += item.seconds * item.busy
+            self.shared += item.seconds * item.even
             self.terms[item.category] = self.terms.get(item.category, 0.0) + item.seconds
 
 

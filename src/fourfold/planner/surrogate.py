@@ -268,7 +268,7 @@ def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> P
 def _seconds(items: Iterable[Item], place: Place) -> float:
     if place.sharers == 1:
         return sum(item.seconds for item in items)
-    return place.crowd * sum(item.seconds * item.busy for item in items)
+    return sum(item.seconds * item.busy * max(place.crowd * item.even, 1.0) for item in items)
 
 
 def _by_op(knot: Knot, items: Sequence[Item], place: Place) -> tuple[float, ...]:
