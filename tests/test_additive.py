@@ -157,6 +157,7 @@ def test_a_micro_batch_without_a_valid_target_adds_nothing() -> None:
     assert_adds_up(Classifier(), [rows(), torch.tensor([-100, -100, -100, 1, -100, 2, 0])], F.cross_entropy)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="before 2.13 torch fixes the batch of soft targets")
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_soft_targets_add_up(smoothing: float) -> None:
     soft = torch.randn(BATCH, CLASSES).softmax(1)
