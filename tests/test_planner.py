@@ -24,6 +24,8 @@ from fourfold.planner import Candidate, Ranking, Task, search
 from fourfold.planner.explain import explained, faster, roomier
 from fourfold.planner.knots import knots
 from fourfold.planner.search import alike
+from fourfold.planner.solve import solve
+from fourfold.planner.split_search import Splitting
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.stages import cut
 from ranks import pool
@@ -143,6 +145,21 @@ def test_fixed_splits_are_kept_and_impossible_ones_refused() -> None:
     assert any("as asked" in refusal.reason for refusal in none.refusals)
     with pytest.raises(InvalidInput, match="unknown split"):
         replace(wanted, fixed=(("a", "sideways"),))
+
+
+@pytest.mark.parametrize("name", ["vgg16-cifar", "gpt2"])
+def test_sums_played_beside_backward_cost_no_more_than_after_it_and_no_less_than_nothing(name: str) -> None:
+    wanted = task(graph_of(name), "ethernet-10g-gpu", 8, 16)
+    splitting, seen = Splitting(wanted, wanted.graph), 0
+    for grid in splitting.grids():
+        surrogate = splitting.surrogate(grid, tuple(range(8)), 16)
+        for hidden in (1.0, 0.0):
+            solution = solve(surrogate.problem(hidden))
+            assert solution is not None
+            low, high = (surrogate.problem(part).cost(solution.choice) for part in (1.0, 0.0))
+            assert low * (1 - 1e-9) <= surrogate.played(solution.choice) <= high * (1 + 1e-9)
+            seen += low < surrogate.played(solution.choice) < high
+    assert seen, "some sums are hidden in part"
 
 
 def test_only_the_strategies_asked_for_are_tried() -> None:

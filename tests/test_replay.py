@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.cluster import cluster_named
+from fourfold.cluster import cluster_named, local
 from fourfold.errors import Infeasible
 from fourfold.oracle.estimate import estimate
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
 from fourfold.plans import Options, Pipeline, named, pipeline
+from fourfold.plans.pipeline import Task
 from small import batch_of, graph_of
 
 NAMES = ("vgg16-cifar", "gpt2", "unet3d")
@@ -48,6 +49,35 @@ def test_stages_that_share_cores_take_turns() -> None:
     made = lowered("vgg16-cifar", "pipeline", 4, batch=32, microbatches=32, schedule="1f1b-so")
     alone, crowded = played(made, 1.0, 2.0, 0.0), played(made, 1.0, 2.0, 0.0, cores=2)
     assert crowded >= 4 * 32 * 3.0 / 2 > alone, "work is conserved: four stages' work on two cores"
+
+
+def on_two_cores(*works: tuple[int, Work], beside: int = 0) -> float:
+    """Seconds of lanes on one node of two cores, each with so many ranks and one piece of work."""
+    lanes = [Lane(first=k, tasks=(Task(kind="F", stage=k),), nodes=((0, n),), beside=beside) for k, (n, _) in enumerate(works)]
+    work = {(k, "F", 0): given for k, (_, given) in enumerate(works)}
+    return Replay(lanes, Machine(cores={0: 2}), work, {}).run().seconds
+
+
+def test_ranks_that_wait_for_the_slowest_leave_their_cores() -> None:
+    assert on_two_cores((4, Work(seconds=1.0))) == pytest.approx(2.0)
+    assert on_two_cores((4, Work(seconds=1.0, even=0.75))) == pytest.approx(1.5)
+    for even in (0.5, 0.25):
+        assert on_two_cores((4, Work(seconds=1.0, even=even))) == pytest.approx(1.0)
+    assert on_two_cores((2, Work(seconds=1.0)), (2, Work(seconds=1.0, even=0.5))) == pytest.approx(1.5)
+
+
+def test_exchanges_measured_beside_others_are_not_slowed_by_them_again() -> None:
+    pair = (2, Work(seconds=0.0, still=1.0))
+    assert on_two_cores(pair, beside=2) == pytest.approx(1.0) == on_two_cores(pair, pair, beside=2)
+    assert on_two_cores(pair, pair) == pytest.approx(2.0), "each was measured alone"
+
+
+@pytest.mark.parametrize(("ranks", "turns"), [(2, 1), (4, 2), (6, 3)])
+def test_updates_take_turns_on_the_cores(ranks: int, turns: int) -> None:
+    here = local(ranks)
+    cluster = replace(here, kinds=tuple(replace(kind, cores=2) for kind in here.kinds))
+    found = estimate(lowered("vgg16-cifar", "data", ranks), Prices(cluster=cluster))
+    assert found.breakdown["update"] == pytest.approx(turns * found.stages[0]["update"])
 
 
 def test_a_faster_link_is_never_slower() -> None:
