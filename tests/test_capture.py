@@ -317,3 +317,14 @@ def test_recurrent_layers_are_captured_as_torch_would(options: dict[str, Any], m
     quick = capture(args[0], args[1], (), lambda out: out[0].square().mean() + out[1][1].sum(), fixed=True)
     monkeypatch.setattr("fourfold.graph.capture.by_shapes", contextlib.nullcontext)
     assert capture(args[0], args[1], (), lambda out: out[0].square().mean() + out[1][1].sum(), fixed=True) == quick
+
+
+def test_dims_written_as_a_range_of_a_tensor_are_numbers() -> None:
+    def written(out: Tensor) -> Tensor:
+        return out.square().sum(dim=torch.arange(1, len(out.shape)).tolist()).mean()
+
+    model, given = nn.Conv2d(2, 3, 3), (torch.randn(4, 2, 6, 6),)
+    found = capture(model, given, (), written)
+    assert found.batch is None, "any batch will do"
+    plain = capture(model, given, (), lambda out: out.square().sum(dim=(1, 2, 3)).mean())
+    assert [(op.target, str(op.args)) for op in found.ops] == [(op.target, str(op.args)) for op in plain.ops]

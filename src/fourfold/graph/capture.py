@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
+from fourfold.graph.ranges import KnownRanges
 from fourfold.graph.recurrence import by_shapes
 from fourfold.graph.spec import Graph, Op, Parameter, Ref
 from fourfold.graph.walk import Walk
@@ -99,7 +100,7 @@ def _export(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dyn
     args = pytree.tree_map(example, (inputs, targets))
     shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, (inputs, targets))
     try:
-        with warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()), by_shapes():
+        with warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()), by_shapes(), KnownRanges():
             warnings.simplefilter("ignore")
             return torch.export.export(whole, args, dynamic_shapes=shapes if dynamic else None, strict=False)
     except Exception as error:
