@@ -22,6 +22,7 @@ MARKS = {
     "unknown": "the paper's figure is not known",
 }
 WIDE, TALL, LEFT, UNDER = 640, 280, 64, 40  # of a plot, in pixels
+STEEP = 20  # times: curves that fall or rise by more are drawn on a logarithmic scale
 
 
 def reproduction_text(told: Reproduction, *, file: str | None = None) -> RenderableType:
@@ -77,32 +78,51 @@ def _html(table: Table) -> str:
 
 
 def _plot(curves: Curves) -> str:
-    """Curves over a logarithmic x, from zero up."""
+    """Curves over a logarithmic x; from zero up, or logarithmic too where they fall or rise steeply."""
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return ""
-    xs, top = sorted({x for x, _ in points}), max(y for _, y in points) * 1.08
-    low, high = math.log2(xs[0]), math.log2(xs[-1])
+    xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
+    ticks = _ticks(min(ys), max(ys))
+    steep = ticks[0] > 0
+    across, up = _scale(xs[0], xs[-1], logarithmic=True), _scale(ticks[0], ticks[-1], logarithmic=steep)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDE - LEFT - 20) * ((math.log2(x) - low) / (high - low) if high > low else 0.5)
-        return across, 10 + (TALL - UNDER - 10) * (1 - y / top)
+        return LEFT + (WIDE - LEFT - 20) * across(x), 10 + (TALL - UNDER - 10) * (1 - up(y))
 
-    inside = "".join(_drawn(curves, xs, top, at))
-    return f'<svg viewBox="0 0 {WIDE} {TALL}" role="img" style="max-width:{WIDE}px">{inside}</svg>'
+    names = (f'<span style="color:var(--c{k % 10})">&#9632;</span> {escape(name)}' for k, name in enumerate(curves))
+    inside = "".join(_drawn(curves, xs, ticks, at))
+    picture = f'<svg viewBox="0 0 {WIDE} {TALL}" role="img" style="max-width:{WIDE}px">{inside}</svg>'
+    return f'{picture}<p class="hint">{" &emsp; ".join(names)}</p>'
 
 
-def _drawn(curves: Curves, xs: Sequence[float], top: float, at: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
+def _ticks(least: float, most: float) -> list[float]:
+    """Where lines are drawn across, the first and the last around all values: powers of ten, or quarters from zero."""
+    if least > 0 and most / least > STEEP:
+        return [10.0**k for k in range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)]
+    return [1.08 * most * k / 4 for k in range(5)]
+
+
+def _scale(low: float, high: float, *, logarithmic: bool) -> Callable[[float], float]:
+    """From 0 at the low end to 1 at the high one."""
+    if low == high:
+        return lambda value: 0.5
+    if logarithmic:
+        return lambda value: math.log(value / low) / math.log(high / low)
+    return lambda value: (value - low) / (high - low)
+
+
+def _drawn(
+    curves: Curves, xs: Sequence[float], ticks: Sequence[float], at: Callable[[float, float], tuple[float, float]]
+) -> Iterator[str]:
     for x in xs:
-        across, down = at(x, 0)
+        across, down = at(x, ticks[0])
         yield f'<text x="{across:.1f}" y="{down + 18:.1f}" text-anchor="middle">{x:g}</text>'
-    for k in range(5):
-        across, down = at(xs[0], top * k / 4)
+    for tick in ticks:
+        across, down = at(xs[0], tick)
         yield f'<line x1="{LEFT}" x2="{WIDE - 20}" y1="{down:.1f}" y2="{down:.1f}" style="stroke:var(--line)"/>'
-        yield f'<text x="{LEFT - 8}" y="{down + 4:.1f}" text-anchor="end">{top * k / 4:.3g}</text>'
-    for k, (name, curve) in enumerate(curves.items()):
-        places = [at(x, y) for x, y in curve]
-        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+        told = f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}"
+        yield f'<text x="{LEFT - 8}" y="{down + 4:.1f}" text-anchor="end">{told}</text>'
+    for k, curve in enumerate(curves.values()):
+        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in (at(x, y) for x, y in curve))
         yield f'<polyline points="{line}" style="fill:none;stroke:var(--c{k % 10});stroke-width:2"/>'
-        across, down = places[len(places) // 2]
-        yield f'<text x="{across + 8:.1f}" y="{down - 8:.1f}" style="fill:var(--c{k % 10})">{escape(name)}</text>'
