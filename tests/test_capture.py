@@ -328,3 +328,19 @@ def test_dims_written_as_a_range_of_a_tensor_are_numbers() -> None:
     assert found.batch is None, "any batch will do"
     plain = capture(model, given, (), lambda out: out.square().sum(dim=(1, 2, 3)).mean())
     assert [(op.target, str(op.args)) for op in found.ops] == [(op.target, str(op.args)) for op in plain.ops]
+
+
+def test_a_range_that_is_written_to_is_no_longer_known() -> None:
+    def whole(out: Tensor) -> Tensor:
+        dims = torch.arange(2)
+        dims += 1
+        return out.square().sum(dim=dims.tolist()).mean()
+
+    def view(out: Tensor) -> Tensor:
+        dims = torch.arange(3)
+        dims[1:].add_(1)
+        return out.square().sum(dim=dims[:2].tolist()).mean()
+
+    for loss in (whole, view):
+        with pytest.raises(CaptureFailed, match="data-dependent"):
+            capture(nn.Conv2d(2, 3, 3), (torch.randn(4, 2, 6, 6),), (), loss)

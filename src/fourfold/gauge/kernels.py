@@ -2,7 +2,8 @@
 
 Kernels that exchange something inside are timed on a rank that meets only itself: their communication is priced apart. A
 kernel is run on one rank of every host, then on all: the ratio is what a busy machine costs. Ranks that outnumber cores take
-turns, which the replay knows: of them the time at work counts, which is longer too, because they share caches.
+turns, which the replay knows: of them, with a thread each, the time at work counts, which is longer too, because they share
+caches.
 
 Caches are as in a step: weights and what was saved are not in them, what the op before has made is. A time is the mean of
 repetitions without the longest (a step is a sum: medians would leave out what is rare for one kernel and common for hundreds).
@@ -103,7 +104,8 @@ def timed(
     """The times of kernels on this rank's machine, told at a pace of it (`gauge.pace`; 0: as it is now); all ranks of the
     process group must call with the same list."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    hosts, (crowd, group) = by_host(), with_a_core_each()
+    hosts = by_host()
+    crowd, group = with_a_core_each(hosts)
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter

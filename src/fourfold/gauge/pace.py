@@ -44,15 +44,15 @@ def by_host() -> list[list[int]]:
     return [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
 
 
-def with_a_core_each() -> tuple[list[list[int]], Any]:
+def with_a_core_each(hosts: list[list[int]]) -> tuple[list[list[int]], Any]:
     """By host, as many of its ranks as it has cores; and the group of all of them. All ranks must call."""
-    found = [ranks[: usable_cores()] for ranks in by_host()]
+    found = [ranks[: usable_cores()] for ranks in hosts]
     return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
 
 
 def pace_now() -> float:
     """The pace of this rank's host, 0 on ranks that have no core of their own; all ranks must call."""
-    crowd, group = with_a_core_each()
+    crowd, group = with_a_core_each(by_host())
     times = []
     if any(dist.get_rank() in ranks for ranks in crowd):
         work = Pace()

@@ -34,7 +34,7 @@ BLOCKING = ("1f1b-sno",)
 class Task:
     """One entry of a rank's list."""
 
-    kind: Literal["F", "B", "receive", "send", "reduce", "tie", "update"]
+    kind: Literal["F", "B", "receive", "send", "reduce", "tie", "update"]  # update: on the oracle's lists alone
     stage: int = 0
     microbatch: int = 0
     peer: int = 0  # of receive and send: the other stage
