@@ -62,6 +62,15 @@ def apart(one: dict[str, float], other: dict[str, float]) -> list[float]:
     return sorted(abs(one[key] - other[key]) / min(one[key], other[key]) for key in one)
 
 
+def say(name: str, limit: float, distances: list[float]) -> None:
+    if distances:
+        near = statistics.mean(d <= limit for d in distances)
+        ninth = distances[int(0.9 * len(distances))]
+        middle = statistics.median(distances)
+        print(f"{name}: {len(distances)}, {near:.0%} within {limit:.0%}; median {middle:.1%}, nine tenths within "
+              f"{ninth:.1%}, largest {distances[-1]:.1%}", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -78,14 +87,8 @@ def main() -> None:
     for before, after in pairwise(found):
         for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
                                            before, after, strict=True):  # fmt: skip
-            distances = apart(one, other)
-            if not distances:
-                continue
-            near = statistics.mean(d <= limit for d in distances)
-            ninth = distances[int(0.9 * len(distances))]
-            middle = statistics.median(distances)
-            print(f"{name}: {len(distances)} entries, {near:.0%} within {limit:.0%}; median {middle:.1%}, nine tenths within "
-                  f"{ninth:.1%}, largest {distances[-1]:.1%}")  # fmt: skip
+            say(name, limit, apart(one, other))
+        say("all entries", 0.1, sorted(apart(before[0], after[0]) + apart(before[1], after[1])))
     options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "found": found}))
 
 

@@ -14,7 +14,7 @@ from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, calibrated, drift, requests
 from fourfold.gauge.collectives import Effort
-from fourfold.gauge.kernels import samples
+from fourfold.gauge.kernels import samples, timed
 from fourfold.gauge.measuring import check_here, foretold, table_name
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
@@ -108,6 +108,15 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
     assert all(time.busy >= 1.0 and time.forward > 0 for time in known.values())
     monkeypatch.setattr("fourfold.gauge.measuring.timed", None)  # must not be needed again
     assert told().estimate.step_seconds == found.estimate.step_seconds
+
+
+def test_kernels_are_told_at_the_pace_asked_for() -> None:
+    wanted = list(samples(lowered("data"), {}).values())[:3]
+    now = pool(2)(timed, wanted, {}, 1, 0.0)
+    slow, slower = (pool(2)(timed, wanted, {}, 2, pace) for pace in (10.0, 1000.0))
+    assert not now[1] and not slow[1], "a host's first rank answers for it"
+    for key, time in now[0].items():
+        assert 20 * time.forward < 20 * slow[0][key].forward < slower[0][key].forward < 500 * slow[0][key].forward
 
 
 def test_a_cluster_that_is_not_where_the_ranks_run_is_refused() -> None:

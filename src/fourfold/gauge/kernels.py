@@ -45,6 +45,7 @@ FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more tha
 CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
 LONGEST_CHAIN = 16
 DRAWN = 2**16  # numbers drawn at random, then repeated
+AROUND = 4  # looks at the pace before and after a kernel's own: one alone strays more than the pace does
 Clock = Callable[[], float]
 
 
@@ -109,20 +110,25 @@ def timed(
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
-    found: dict[str, list[tuple[_Times, _Times]]] = {}
+    found: list[tuple[str, float, _Times, _Times]] = []
     for sample in list(wanted) * rounds:
         run = _Run(sample, alone, dtypes)
         repeats = _first_rank_says(run.repeats)
         if calm:
             dist.barrier(group)
-        speed = pace / work() if calm and pace else 1.0
+        look = work() if calm and pace else 0.0
         single = run.series(repeats) if me in first else None
         dist.barrier()
         crowded = run.series(repeats, dist.barrier, clock) if max(map(len, hosts)) > 1 else single
         dist.barrier()
         if single is not None and crowded is not None:
-            found.setdefault(sample.kernel.key, []).append((single.at(speed), crowded.at(speed)))
-    return {key: _joined(pairs) for key, pairs in found.items()}
+            found.append((sample.kernel.key, look, single, crowded))
+    pairs: dict[str, list[tuple[_Times, _Times]]] = {}
+    for k, (key, _, single, crowded) in enumerate(found):
+        now = statistics.median(look for _, look, _, _ in found[max(k - AROUND, 0) : k + AROUND + 1])
+        speed = pace / now if pace else 1.0
+        pairs.setdefault(key, []).append((single.at(speed), crowded.at(speed)))
+    return {key: _joined(some) for key, some in pairs.items()}
 
 
 def _first_rank_says(number: int) -> int:
