@@ -24,7 +24,6 @@ from fourfold.gauge.collectives import FULL, Effort
 from fourfold.gauge.measuring import table_name
 from fourfold.oracle.table import load_kernels
 from fourfold.runtime.crew import crew
-from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import subject
 
 PLANS = ("data", "filter", "spatial", "fsdp", "1f1b-so")
@@ -40,11 +39,9 @@ def entries(cluster: Cluster) -> dict[str, float]:
     return out
 
 
-def once(
-    team: Ranks, place: str, kernels_too: bool, effort: Effort
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """The entries of one calibration, kernel times, and the steps predicted."""
-    with tempfile.TemporaryDirectory() as folder:
+def once(place: str, kernels_too: bool, effort: Effort) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """The entries of one calibration on ranks of its own, kernel times, and the steps predicted."""
+    with tempfile.TemporaryDirectory() as folder, crew(int(place)) as team:
         os.environ["FOURFOLD_CACHE"] = folder
         for progress in calibrated(team, effort=effort):
             print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
@@ -81,9 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     place = str(options.ranks)
     assert place in PLACES, f"plans are known for {', '.join(PLACES)} ranks"
-    with crew(options.ranks) as team:
-        effort = Effort(rounds=options.rounds)
-        found = [once(team, place, not options.collectives, effort) for _ in range(options.times)]
+    effort = Effort(rounds=options.rounds)
+    found = [once(place, not options.collectives, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
         for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
                                            before, after, strict=True):  # fmt: skip
