@@ -116,7 +116,8 @@ def test_kernels_are_told_at_the_pace_asked_for() -> None:
     slow, slower = (pool(2)(timed, wanted, {}, 2, pace) for pace in (10.0, 1000.0))
     assert not now[1] and not slow[1], "a host's first rank answers for it"
     for key, time in now[0].items():
-        assert 20 * time.forward < 20 * slow[0][key].forward < slower[0][key].forward < 500 * slow[0][key].forward
+        assert time.forward < slow[0][key].forward
+        assert 20 < slower[0][key].forward / slow[0][key].forward < 500
 
 
 def test_a_cluster_that_is_not_where_the_ranks_run_is_refused() -> None:

@@ -123,12 +123,7 @@ def timed(
         dist.barrier()
         if single is not None and crowded is not None:
             found.append((sample.kernel.key, look, single, crowded))
-    pairs: dict[str, list[tuple[_Times, _Times]]] = {}
-    for k, (key, _, single, crowded) in enumerate(found):
-        now = statistics.median(look for _, look, _, _ in found[max(k - AROUND, 0) : k + AROUND + 1])
-        speed = pace / now if pace else 1.0
-        pairs.setdefault(key, []).append((single.at(speed), crowded.at(speed)))
-    return {key: _joined(some) for key, some in pairs.items()}
+    return _told(found, pace)
 
 
 def _first_rank_says(number: int) -> int:
@@ -148,6 +143,16 @@ class _Times:
 
     def at(self, speed: float) -> _Times:
         return _Times(self.forward * speed, self.backward * speed)
+
+
+def _told(found: Sequence[tuple[str, float, _Times, _Times]], pace: float) -> dict[str, KernelTime]:
+    """By kernel, from what was found in turn: key, a look at the pace, times alone and in a crowd."""
+    pairs: dict[str, list[tuple[_Times, _Times]]] = {}
+    for k, (key, _, single, crowded) in enumerate(found):
+        now = statistics.median(look for _, look, _, _ in found[max(k - AROUND, 0) : k + AROUND + 1])
+        speed = pace / now if pace else 1.0
+        pairs.setdefault(key, []).append((single.at(speed), crowded.at(speed)))
+    return {key: _joined(some) for key, some in pairs.items()}
 
 
 def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
