@@ -39,14 +39,15 @@ def entries(cluster: Cluster) -> dict[str, float]:
     return out
 
 
-def once(place: str, kernels_too: bool, effort: Effort) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def once(place: str, models: list[str], effort: Effort) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The entries of one calibration on ranks of its own, kernel times, and the steps predicted."""
     with tempfile.TemporaryDirectory() as folder, crew(int(place)) as team:
         os.environ["FOURFOLD_CACHE"] = folder
         for progress in calibrated(team, effort=effort):
             print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
         steps: dict[str, float] = {}
-        for model, (text, batch) in MODELS.items() if kernels_too else ():
+        for model in models:
+            text, batch = MODELS[model]
             seen = subject(text, batch=batch)
             rows = predicted(place, model, list(PLANS), seen, progress.cluster, team)
             steps |= {f"{model} {row.plan}": row.predicted for row in rows}
@@ -73,13 +74,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=FULL.rounds)
-    parser.add_argument("--collectives", action="store_true", help="no kernels and no predicted steps")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS), help="none: collectives alone")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-repeatability.json")
     options = parser.parse_args()
     place = str(options.ranks)
     assert place in PLACES, f"plans are known for {', '.join(PLACES)} ranks"
     effort = Effort(rounds=options.rounds)
-    found = [once(place, not options.collectives, effort) for _ in range(options.times)]
+    found = [once(place, options.models, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
         for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
                                            before, after, strict=True):  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, calibrated, drift, requests
 from fourfold.gauge.collectives import Effort
-from fourfold.gauge.kernels import samples, timed
+from fourfold.gauge.kernels import LONGEST_CHAIN, Rounds, _links, _strays, _Times, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, table_name
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
@@ -112,12 +113,27 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
 
 def test_kernels_are_told_at_the_pace_asked_for() -> None:
     wanted = list(samples(lowered("data"), {}).values())[:3]
-    now = pool(2)(timed, wanted, {}, 1, 0.0)
-    slow, slower = (pool(2)(timed, wanted, {}, 2, pace) for pace in (10.0, 1000.0))
+    now = pool(2)(timed, wanted, {}, Rounds(1, 1), 0.0)
+    slow, slower = (pool(2)(timed, wanted, {}, Rounds(1, 3), pace) for pace in (10.0, 1000.0))
     assert not now[1] and not slow[1], "a host's first rank answers for it"
     for key, time in now[0].items():
         assert time.forward < slow[0][key].forward
         assert 20 < slower[0][key].forward / slow[0][key].forward < 500
+
+
+@pytest.mark.parametrize(("times", "again"), [
+    ([1.0, 1.0, 1.0, 1.0, 9.0], False),  # one bad moment is none
+    ([1.0, 1.05, 1.1, 1.15, 1.2], True),
+    ([1.0, 1.05, 1.1, 1.15, 1.2] * 4, False),  # as far apart, but often enough
+])  # fmt: skip
+def test_kernels_are_timed_again_until_the_middle_of_their_times_is_known(times: list[float], again: bool) -> None:
+    assert _strays([(_Times(1.0, 1.0), _Times(time / 2, time / 2)) for time in times]) is again
+
+
+def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
+    short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
+    links = [_links(replace(short, flops=flops)) for flops in (0.0, 1e7, 1e8, 1e9)]
+    assert links[0] == LONGEST_CHAIN and links[-1] <= 1 and links == sorted(links, reverse=True)
 
 
 def test_a_cluster_that_is_not_where_the_ranks_run_is_refused() -> None:

@@ -14,7 +14,7 @@ import torch
 from fourfold.cli.door import run
 from fourfold.cluster import cluster_named, local
 from fourfold.errors import InvalidInput
-from fourfold.gauge.measuring import measured_prices
+from fourfold.gauge.measuring import ONCE, measured_prices
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
@@ -170,7 +170,7 @@ def test_only_the_strategies_asked_for_are_tried() -> None:
 def test_kernels_that_no_table_has_are_timed_by_what_is_handed_in() -> None:
     cluster = local(2)
     wanted = task(graph_of("gpt2"), "local", 2, batch_of("gpt2"))
-    timing = partial(measured_prices, cluster=cluster, ranks=pool(2), rounds=1)
+    timing = partial(measured_prices, cluster=cluster, ranks=pool(2), rounds=ONCE)
     found = search(replace(wanted, strategies=("data",), measure=timing))
     assert best(found).estimate.measured_share == 1.0
     bare = Setting(prices=Prices(cluster=cluster))

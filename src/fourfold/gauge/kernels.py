@@ -7,11 +7,13 @@ caches.
 
 Caches are as in a step: weights and what was saved are not in them, what the op before has made is. A time is the mean of
 repetitions without the longest (a step is a sum: medians would leave out what is rare for one kernel and common for hundreds).
-Machines have bad moments of seconds: all kernels are gone through several times, and of their times the middle half counts.
+Machines have bad moments of seconds: all kernels are gone through several times, those that stray more often, and of their
+times the middle half counts.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.gauge.middle import middle
+from fourfold.gauge.middle import apart, middle
 from fourfold.gauge.pace import Pace, by_host, with_a_core_each
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
@@ -36,17 +38,29 @@ from fourfold.plans.program import Compute, inside
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
 
-ROUNDS = 5
 REPEATS = 5
 LEAST_REPEATS = 2
 SERIES_SECONDS = 0.2  # long kernels are repeated less often
 DROPPED = 1  # of the repetitions, the longest
 FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more than what a core has of a cache
-CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
+CHAIN_SECONDS = 4e-3  # shorter kernels are run in a chain about so long
 LONGEST_CHAIN = 16
+CORE_FLOPS, CORE_BYTES, CALL_SECONDS = 5e10, 8e9, 2e-5  # about, of some core: they decide on the chain's length alone
+KNOWN = 0.03  # relative error of a kernel's time beyond which it is timed again
 DRAWN = 2**16  # numbers drawn at random, then repeated
 AROUND = 4  # looks at the pace before and after a kernel's own: one alone strays more than the pace does
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often kernels are gone through: all of them at least, and those not yet known at most."""
+
+    least: int
+    most: int
+
+
+ROUNDS = Rounds(5, 15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +114,7 @@ class Alone(World):
 
 
 def timed(
-    wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], rounds: int = ROUNDS, pace: float = 0.0
+    wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds = ROUNDS, pace: float = 0.0
 ) -> dict[str, KernelTime]:
     """The times of kernels on this rank's machine, told at a pace of it (`gauge.pace`; 0: as it is now); all ranks of the
     process group must call with the same list."""
@@ -110,26 +124,34 @@ def timed(
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
-    found: list[tuple[str, float, _Times, _Times]] = []
-    for sample in list(wanted) * rounds:
-        run = _Run(sample, alone, dtypes)
-        repeats = _first_rank_says(run.repeats)
-        if calm:
-            dist.barrier(group)
-        look = work() if calm and pace else 0.0
-        single = run.series(repeats) if me in first else None
-        dist.barrier()
-        crowded = run.series(repeats, dist.barrier, clock) if max(map(len, hosts)) > 1 else single
-        dist.barrier()
-        if single is not None and crowded is not None:
-            found.append((sample.kernel.key, look, single, crowded))
-    return _told(found, pace)
+    found: list[_Found] = []
+    again = list(wanted)
+    for done in range(1, rounds.most + 1):
+        for sample in again:
+            run = _Run(sample, alone, dtypes)
+            (repeats,) = _first_rank_says([run.repeats])
+            if calm:
+                dist.barrier(group)
+            look = work() if calm and pace else 0.0
+            single = run.series(repeats) if me in first else None
+            dist.barrier()
+            crowded = run.series(repeats, dist.barrier, clock) if max(map(len, hosts)) > 1 else single
+            dist.barrier()
+            if single is not None and crowded is not None:
+                found.append((sample.kernel.key, look, single, crowded))
+        if done >= rounds.least:
+            known = _told(found, pace)
+            strays = [_strays(known.get(sample.kernel.key, [])) for sample in again]
+            again = [sample for sample, one in zip(again, _first_rank_says(strays), strict=True) if one]
+        if not again:
+            break
+    return {key: _joined(pairs) for key, pairs in _told(found, pace).items()}
 
 
-def _first_rank_says(number: int) -> int:
-    agreed = torch.tensor([number])
+def _first_rank_says(numbers: Sequence[int]) -> list[int]:
+    agreed = torch.tensor(numbers)
     dist.broadcast(agreed, 0)
-    return int(agreed.item())
+    return agreed.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +167,23 @@ class _Times:
         return _Times(self.forward * speed, self.backward * speed)
 
 
-def _told(found: Sequence[tuple[str, float, _Times, _Times]], pace: float) -> dict[str, KernelTime]:
-    """By kernel, from what was found in turn: key, a look at the pace, times alone and in a crowd."""
+_Found = tuple[str, float, _Times, _Times]  # a kernel's key, a look at the pace, times alone and in a crowd
+
+
+def _told(found: Sequence[_Found], pace: float) -> dict[str, list[tuple[_Times, _Times]]]:
+    """By kernel, what was found in turn, at the pace."""
     pairs: dict[str, list[tuple[_Times, _Times]]] = {}
     for k, (key, _, single, crowded) in enumerate(found):
         now = statistics.median(look for _, look, _, _ in found[max(k - AROUND, 0) : k + AROUND + 1])
         speed = pace / now if pace else 1.0
         pairs.setdefault(key, []).append((single.at(speed), crowded.at(speed)))
-    return {key: _joined(some) for key, some in pairs.items()}
+    return pairs
+
+
+def _strays(pairs: list[tuple[_Times, _Times]]) -> bool:
+    """Whether a time is not known yet; the quartiles of few times lie about one deviation apart."""
+    times = [crowded.both for _, crowded in pairs]
+    return bool(times) and apart(times) > KNOWN * math.sqrt(len(times)) * middle(times)
 
 
 def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
@@ -168,9 +199,16 @@ def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
     )
 
 
+def _links(kernel: Kernel) -> int:
+    """How often a kernel is run in a row: always the same for the same one, since its share of what entering the engine costs
+    depends on it."""
+    flops, moved = kernel.flops + kernel.backward_flops, kernel.moved + kernel.backward_moved
+    return min(round(CHAIN_SECONDS / (flops / CORE_FLOPS + moved / CORE_BYTES + CALL_SECONDS)), LONGEST_CHAIN)
+
+
 class _Run:
-    """One kernel bound to made-up tensors. A short one is run several times in a row before one backward goes through all:
-    in a step the engine is entered once, not for every op."""
+    """One kernel bound to made-up tensors. A short one is run several times in a row before one backward goes through all: in a
+    step the engine is entered once, not for every op, and entering it costs more than many an op."""
 
     def __init__(self, sample: Sample, group: Any, dtypes: Mapping[str, torch.dtype]) -> None:
         device = torch.device("cpu")
@@ -182,8 +220,8 @@ class _Run:
         self.chain, self.others = [tensors], torch.zeros(2, FLUSHED // 4)
         seconds = sum(self.once())
         self.repeats = max(LEAST_REPEATS, min(REPEATS, round(SERIES_SECONDS / seconds)))
-        links = min(round(CHAIN_SECONDS / seconds), LONGEST_CHAIN)
-        self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(1, links)]
+        links = range(1, _links(sample.kernel))
+        self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in links]
 
     def once(self, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter) -> tuple[float, float]:
         """Seconds of one forward and one backward; `together` waits for the others that run it."""

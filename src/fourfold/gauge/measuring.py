@@ -13,7 +13,7 @@ import torch
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.cluster.local import usable_cores
 from fourfold.errors import InvalidInput
-from fourfold.gauge.kernels import ROUNDS, Sample, samples, timed
+from fourfold.gauge.kernels import ROUNDS, Rounds, Sample, samples, timed
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.table import add_kernels, load_kernels
@@ -24,7 +24,8 @@ from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import subject
 from fourfold.runtime.trial import PRECISIONS
 
-TWICE = 2  # rounds of timing for a search: plans that win by less than a kernel strays are as good as each other
+ONCE = Rounds(1, 1)
+TWICE = Rounds(2, 2)  # for a search: plans that win by less than a kernel strays are as good as each other
 DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
 
 
@@ -63,7 +64,7 @@ def foretold(
         return None
     where = cluster or share(ranks, lambda: cluster_named(LOCAL, devices=ranks.count))
     check_here(where, len(hosts))
-    prices = measured_prices([lowered], where, ranks, precision=precision, rounds=1)
+    prices = measured_prices([lowered], where, ranks, precision=precision, rounds=ONCE)
     return predict(lowered, prices, optimizer=optimizer)
 
 
@@ -89,7 +90,7 @@ def measured_prices(
     ranks: Ranks | Joined,
     *,
     precision: Precision = "fp32",
-    rounds: int = ROUNDS,
+    rounds: Rounds = ROUNDS,
 ) -> Prices:
     """Prices on the machine the ranks run on, every kernel of the lowered plans measured, those of all plans in turn. Times are
     kept for other plans."""
