@@ -1,7 +1,8 @@
 """Two calibrations in a row: how far their entries lie apart, and the steps predicted from them.
 
-Each calibration measures rates, collectives and the kernels of every plan anew. An entry is one number of the cluster's file
-(a rate, a time of a collective at a size) or one kernel's time.
+Each calibration measures rates, collectives and the kernels of every plan anew; the second knows of the first the pace it was
+told at, as every later one on a machine does. An entry is one number of the cluster's file (a rate, a time of a collective at a
+size) or one kernel's time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from pathlib import Path
 from accuracy import FOLDER, MODELS, PLACES, predicted
 
 from fourfold.cluster import Cluster
+from fourfold.cluster.cache import cache_folder
 from fourfold.gauge.calibration import calibrated
 from fourfold.gauge.collectives import FULL, Effort
 from fourfold.gauge.measuring import table_name
@@ -41,10 +44,11 @@ def entries(cluster: Cluster) -> dict[str, float]:
 
 def once(place: str, models: list[str], effort: Effort) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The entries of one calibration on ranks of its own, kernel times, and the steps predicted."""
-    with tempfile.TemporaryDirectory() as folder, crew(int(place)) as team:
-        os.environ["FOURFOLD_CACHE"] = folder
+    shutil.rmtree(cache_folder() / "kernels", ignore_errors=True)
+    with crew(int(place)) as team:
         for progress in calibrated(team, effort=effort):
             print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
+        print(f"told at a pace of {progress.cluster.kinds[0].pace * 1e3:.2f} ms", flush=True)
         steps: dict[str, float] = {}
         for model in models:
             text, batch = MODELS[model]
@@ -80,7 +84,9 @@ def main() -> None:
     place = str(options.ranks)
     assert place in PLACES, f"plans are known for {', '.join(PLACES)} ranks"
     effort = Effort(rounds=options.rounds)
-    found = [once(place, options.models, effort) for _ in range(options.times)]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FOURFOLD_CACHE"] = folder
+        found = [once(place, options.models, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
         for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
                                            before, after, strict=True):  # fmt: skip

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_cluster
-from fourfold.cluster.cache import calibration_file, kernels_file
+from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
-from fourfold.gauge.calibration import Progress, calibrated, drift, requests
+from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
 from fourfold.gauge.collectives import Effort
 from fourfold.gauge.kernels import LONGEST_CHAIN, Rounds, _links, _strays, _Times, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, table_name
+from fourfold.gauge.pace import keep_pace, kept_pace, machine_name
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.table import add_kernels, load_kernels
@@ -68,6 +69,21 @@ def test_local_is_what_was_calibrated_once_it_was(progress: list[Progress]) -> N
         assert not cluster_named("local", devices=3).measured.curves, "three ranks are another matter"
     finally:
         path.unlink()
+
+
+@pytest.mark.parametrize(("before", "told"), [(0.0, 2.0), (0.9, 2.0), (1.0, 1.0), (3.0, 3.0), (4.0, 2.0)])
+def test_a_calibration_is_told_at_the_pace_of_earlier_ones_unless_the_machine_has_changed(before: float, told: float) -> None:
+    so_far = _SoFar(local(2), 2, before)
+    so_far.paces += [1.0, 2.0, 3.0, 9.0]
+    assert so_far.pace == told
+
+
+def test_the_pace_is_kept_for_later_calibrations(progress: list[Progress]) -> None:
+    assert kept_pace() == progress[-1].cluster.kinds[0].pace > 0
+    pace_file(machine_name()).write_text('{"seconds": "soon"}')
+    with pytest.raises(InvalidInput, match="seconds must be a number; delete it"):
+        kept_pace()
+    keep_pace(progress[-1].cluster.kinds[0].pace)
 
 
 def test_groups_of_every_size_are_measured_alone_and_all_at_once() -> None:

@@ -34,6 +34,11 @@ def kernels_file(name: str) -> Path:
     return cache_folder() / "kernels" / f"{_slug(name)}.json"
 
 
+def pace_file(name: str) -> Path:
+    """Where the pace lies at which times of a machine with a name are told."""
+    return cache_folder() / "paces" / f"{_slug(name)}.json"
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file so that a reader, or an interruption, never meets half of it."""
     try:

@@ -21,10 +21,10 @@ from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates
 from fourfold.gauge.middle import apart, middle
-from fourfold.gauge.pace import pace_now
+from fourfold.gauge.pace import keep_pace, kept_pace, pace_now
 from fourfold.plans.mesh import divisors
 from fourfold.runtime.board import host_of_this_process
-from fourfold.runtime.crew import Crew
+from fourfold.runtime.crew import Crew, is_leader
 
 LOOPBACK = "loopback"
 LEAST = 1e-6  # seconds: what a collective costs at least
@@ -46,7 +46,7 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
     hosts = ranks(host_of_this_process)
     wanted = requests(hosts, effort)
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
-    so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count)
+    so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count, ranks(kept_pace)[0])
     done, of = 0, effort.rounds * (1 + len(wanted))
     cluster = so_far.base
     for _ in range(effort.rounds):
@@ -59,15 +59,17 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
             pace = ranks(pace_now)[0]
             so_far.add(request, pace, ranks(measured, request)[request.groups[0][0]])
         done, cluster = done + 1, so_far.cluster()
+    if is_leader():
+        keep_pace(cluster.kinds[0].pace)
     yield Progress(cluster=cluster, done=of, of=of, next="")
 
 
 class _SoFar:
-    """What a calibration has found until now. Times are told at the pace of the machine's better moments, a quarter of all:
-    each is multiplied by that over the pace of its own moment (`gauge.pace`)."""
+    """What a calibration has found until now. Times are told at one pace of the machine: each is multiplied by that over the
+    pace of its own moment (`gauge.pace`)."""
 
-    def __init__(self, base: Cluster, ranks: int) -> None:
-        self.base, self.ranks = base, ranks
+    def __init__(self, base: Cluster, ranks: int, before: float) -> None:
+        self.base, self.ranks, self.before = base, ranks, before
         self.facts: list[tuple[float, dict[str, float]]] = []  # with the pace of the moment, as all that follow
         self.blocks: dict[Request, dict[float, list[tuple[float, float]]]] = {}
         self.computing: list[list[float]] = []  # by round
@@ -89,7 +91,11 @@ class _SoFar:
 
     @property
     def pace(self) -> float:
-        return sorted(self.paces)[len(self.paces) // 4]
+        """That of earlier calibrations, while the machine still reaches it and is slower half of the time; else that of its
+        better moments, a quarter of all."""
+        ordered = sorted(self.paces)
+        still = ordered[0] <= self.before <= ordered[len(ordered) // 2]
+        return self.before if still else ordered[len(ordered) // 4]
 
     def cluster(self) -> Cluster:
         """The cluster as far as it is known."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
-from fourfold.cluster.local import usable_cores
 from fourfold.errors import InvalidInput
 from fourfold.gauge.kernels import ROUNDS, Rounds, Sample, samples, timed
+from fourfold.gauge.pace import machine_name
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.table import add_kernels, load_kernels
@@ -31,15 +27,7 @@ DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
 
 def table_name(ranks_per_host: int) -> str:
     """The name of this machine's table of kernels: everything their times depend on."""
-    return f"{_processor()} {usable_cores()} cores {ranks_per_host} busy torch {torch.__version__}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"{machine_name()} {ranks_per_host} busy"
 
 
 def here(cluster: Cluster) -> Cluster:

@@ -3,18 +3,24 @@
 Shared machines have slow minutes. A kernel timed in one of them would make every prediction too long, so kernels are told at
 the pace of the better moments that the calibration saw, which looks again and again over a minute: times are multiplied by that
 over the pace of their own moment. Wrong where a kernel suffers otherwise than this mixture of a convolution and products does.
+Times compare only if they are told at one pace, so it is kept: later calibrations of the machine ask for it.
 """
 
 from __future__ import annotations
 
+import json
+import platform
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fourfold.cluster.cache import pace_file, read_json, write_whole
 from fourfold.cluster.local import usable_cores
+from fourfold.errors import InvalidInput
 from fourfold.runtime.board import host_of_this_process
 
 LOOKS = 10  # at the pace, each time a calibration asks
@@ -35,6 +41,33 @@ class Pace:
         for _ in range(4):
             torch.mm(self.matrix, self.matrix)
         return time.perf_counter() - begun
+
+
+def machine_name() -> str:
+    """Everything a pace depends on."""
+    return f"{_processor()} {usable_cores()} cores torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def kept_pace() -> float:
+    """The pace at which times of this machine were told until now; 0 if none were."""
+    path = pace_file(machine_name())
+    try:
+        return float(read_json(path).get("seconds", 0.0))
+    except (TypeError, ValueError):
+        raise InvalidInput(f"{path}: seconds must be a number; delete it, it will be measured again") from None
+
+
+def keep_pace(pace: float) -> None:
+    name = machine_name()
+    write_whole(pace_file(name), json.dumps({"about": name, "seconds": pace}))
 
 
 def by_host() -> list[list[int]]:
