@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from fourfold.oracle.table import load_kernels
 from fourfold.runtime.crew import crew
 from fourfold.runtime.subject import subject
 
+RATES = ("rate", "update", "bandwidth")
 PLANS = ("data", "filter", "spatial", "fsdp", "1f1b-so")
 
 
@@ -42,13 +44,30 @@ def entries(cluster: Cluster) -> dict[str, float]:
     return out
 
 
-def once(place: str, models: list[str], effort: Effort) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """The entries of one calibration on ranks of its own, kernel times, and the steps predicted."""
+@dataclass(frozen=True)
+class Found:
+    """The pace a calibration is told at, its entries, kernel times, and the steps predicted."""
+
+    pace: float
+    entries: dict[str, float]
+    kernels: dict[str, float]
+    steps: dict[str, float]
+
+    def at(self, pace: float) -> Found:
+        """The same told at another pace. Rates are counts a second, all else is seconds."""
+        factor = pace / self.pace
+        counts = {key for key in self.entries if key.startswith(RATES)}
+        entries = {key: value / factor if key in counts else value * factor for key, value in self.entries.items()}
+        kernels, steps = ({key: value * factor for key, value in some.items()} for some in (self.kernels, self.steps))
+        return Found(pace, entries, kernels, steps)
+
+
+def once(place: str, models: list[str], effort: Effort) -> Found:
+    """One calibration on ranks of its own."""
     shutil.rmtree(cache_folder() / "kernels", ignore_errors=True)
     with crew(int(place)) as team:
         for progress in calibrated(team, effort=effort):
             print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
-        print(f"told at a pace of {progress.cluster.kinds[0].pace * 1e3:.2f} ms", flush=True)
         steps: dict[str, float] = {}
         for model in models:
             text, batch = MODELS[model]
@@ -56,7 +75,7 @@ def once(place: str, models: list[str], effort: Effort) -> tuple[dict[str, float
             rows = predicted(place, model, list(PLANS), seen, progress.cluster, team)
             steps |= {f"{model} {row.plan}": row.predicted for row in rows}
         kernels = {key: t.busy * (t.forward + t.backward) for key, t in load_kernels(table_name(team.count)).items()}
-    return entries(progress.cluster), kernels, steps
+    return Found(progress.cluster.kinds[0].pace, entries(progress.cluster), kernels, steps)
 
 
 def apart(one: dict[str, float], other: dict[str, float]) -> list[float]:
@@ -71,6 +90,14 @@ def say(name: str, limit: float, distances: list[float]) -> None:
         middle = statistics.median(distances)
         print(f"{name}: {len(distances)}, {near:.0%} within {limit:.0%}; median {middle:.1%}, nine tenths within "
               f"{ninth:.1%}, largest {distances[-1]:.1%}", flush=True)  # fmt: skip
+
+
+def compare(before: Found, after: Found) -> None:
+    entries, kernels = apart(before.entries, after.entries), apart(before.kernels, after.kernels)
+    say("collectives and rates", 0.1, entries)
+    say("kernels", 0.1, kernels)
+    say("all entries", 0.1, sorted(entries + kernels))
+    say("predicted steps", 0.03, apart(before.steps, after.steps))
 
 
 def main() -> None:
@@ -88,11 +115,10 @@ def main() -> None:
         os.environ["FOURFOLD_CACHE"] = folder
         found = [once(place, options.models, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
-        for name, limit, one, other in zip(("collectives and rates", "kernels", "predicted steps"), (0.1, 0.1, 0.03),
-                                           before, after, strict=True):  # fmt: skip
-            say(name, limit, apart(one, other))
-        say("all entries", 0.1, sorted(apart(before[0], after[0]) + apart(before[1], after[1])))
-    options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "found": found}))
+        compare(before, after)
+        print(f"the second told at the first's pace ({after.pace * 1e3:.2f} ms, {before.pace * 1e3:.2f} ms):")
+        compare(before, after.at(before.pace))
+    options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "found": [asdict(one) for one in found]}))
 
 
 if __name__ == "__main__":
