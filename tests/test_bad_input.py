@@ -428,8 +428,9 @@ def endless(request: pytest.FixtureRequest) -> subprocess.Popen[str]:
     strategy = getattr(request, "param", "data")
     command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", strategy, "--ranks", "2", "--steps", "1000000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests started in the background ignore it
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline().startswith("step ")
     yield process
