@@ -43,9 +43,8 @@ LEAST_REPEATS = 2
 SERIES_SECONDS = 0.2  # long kernels are repeated less often
 DROPPED = 1  # of the repetitions, the longest
 FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more than what a core has of a cache
-CHAIN_SECONDS = 4e-3  # shorter kernels are run in a chain about so long
-LONGEST_CHAIN = 16
-CORE_FLOPS, CORE_BYTES, CALL_SECONDS = 5e10, 8e9, 2e-5  # about, of some core: they decide on the chain's length alone
+CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
+CORE_FLOPS, CORE_BYTES, ENTERED = 3e10, 5e9, 2.5e-4  # about, of some core, the last in seconds: for the chain's length alone
 KNOWN = 0.03  # relative error of a kernel's time beyond which it is timed again
 DRAWN = 2**16  # numbers drawn at random, then repeated
 AROUND = 4  # looks at the pace before and after a kernel's own: one alone strays more than the pace does
@@ -203,12 +202,12 @@ def _links(kernel: Kernel) -> int:
     """How often a kernel is run in a row: always the same for the same one, since its share of what entering the engine costs
     depends on it."""
     flops, moved = kernel.flops + kernel.backward_flops, kernel.moved + kernel.backward_moved
-    return min(round(CHAIN_SECONDS / (flops / CORE_FLOPS + moved / CORE_BYTES + CALL_SECONDS)), LONGEST_CHAIN)
+    return round(CHAIN_SECONDS / (flops / CORE_FLOPS + moved / CORE_BYTES + ENTERED))
 
 
 class _Run:
     """One kernel bound to made-up tensors. A short one is run several times in a row before one backward goes through all: in a
-    step the engine is entered once, not for every op, and entering it costs more than many an op."""
+    step the engine is entered once, not for every op."""
 
     def __init__(self, sample: Sample, group: Any, dtypes: Mapping[str, torch.dtype]) -> None:
         device = torch.device("cpu")
