@@ -29,6 +29,7 @@ from typing import Any
 
 from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.gauge.calibration import calibrated
+from fourfold.gauge.kernels import ROUNDS, Rounds
 from fourfold.gauge.measuring import measured_prices
 from fourfold.gauge.pace import pace_now
 from fourfold.oracle.estimate import estimate
@@ -73,7 +74,8 @@ PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
 OPTIMIZER = "momentum"
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo")
-ROUNDS, STEPS, WARM_UP = 2, 9, 1
+RUNS, STEPS, WARM_UP = 2, 9, 1
+ONLY_LEAST = Rounds(ROUNDS.least, ROUNDS.least)  # a step is a sum of hundreds of kernels: what one strays evens out
 FOLDER = Path(__file__).parent / "results"
 SHIPPED = Path(__file__).parents[1] / "src" / "fourfold" / "reproduce" / "accuracy.json"
 STACK = ExitStack()
@@ -119,10 +121,12 @@ def cases(place: str, only: list[str]) -> Iterator[tuple[str, str]]:
                 yield model, plan
 
 
-def predicted(place: str, model: str, plans: list[str], seen: Subject, cluster: Cluster, team: Ranks | Joined) -> list[Row]:
+def predicted(
+    place: str, model: str, plans: list[str], seen: Subject, cluster: Cluster, team: Ranks | Joined, rounds: Rounds = ROUNDS
+) -> list[Row]:
     """A model's rows without their measurements; its kernels are timed first, those of all plans in turn."""
     lowered = {plan: pipeline(seen.graph, made(place, plan, seen, team)) for plan in plans}
-    prices = measured_prices(lowered.values(), cluster, team)
+    prices = measured_prices(lowered.values(), cluster, team, rounds=rounds)
     rows = []
     for plan, program in lowered.items():
         found = estimate(program, prices, optimizer=OPTIMIZER)
@@ -166,7 +170,7 @@ def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[R
     text, batch = MODELS[model]
     with ranks_of(place) as team:
         plans = [plan for name, plan in cases(place, only) if name == model]
-        return predicted(place, model, plans, subject(text, batch=batch), cluster, team)
+        return predicted(place, model, plans, subject(text, batch=batch), cluster, team, ONLY_LEAST)
 
 
 def measure(place: str, model: str, rows: list[Row], pace: float) -> list[Row]:
@@ -193,7 +197,7 @@ def place_rows(place: str, only: list[str], folder: Path, output: Path, before: 
     output.with_name(f"{output.stem}-{place}.toml").write_text(file.read_text())
     for model in models:
         job(place, "predict", file, kept, "--model", model, *(part for text in only for part in ("--only", text)))
-        for _ in range(ROUNDS):
+        for _ in range(RUNS):
             job(place, "measure", file, kept, "--model", model)
         keep([*before, *load(kept)], output)
     return load(kept)
