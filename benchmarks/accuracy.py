@@ -6,14 +6,15 @@ its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as P
 
 Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the
 calibration: the pace of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are
-told at the pace the prediction is for; between hosts all but the part of the step that is predicted to be exchanges, for which
-the wire sets the pace. Steps as the clock had them are kept and summed up too.
+told at the pace the prediction is for. A step feels it as its parts do by prediction: kernels by their share of arithmetic,
+exchanges between hosts not at all, for there the wire sets the pace. Steps as the clock had them are kept and summed up too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,18 +23,19 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.gauge.calibration import calibrated
-from fourfold.gauge.kernels import ROUNDS, Rounds
+from fourfold.gauge.kernels import ROUNDS, Rounds, arithmetic, samples
 from fourfold.gauge.measuring import measured_prices
-from fourfold.gauge.pace import pace_now
-from fourfold.oracle.estimate import estimate
-from fourfold.plans import Options, Plan, pipeline
+from fourfold.gauge.pace import felt, pace_now
+from fourfold.oracle.estimate import Estimate, estimate
+from fourfold.oracle.prices import Prices
+from fourfold.plans import Options, Pipeline, Plan, pipeline
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import Subject, subject
@@ -73,6 +75,7 @@ HOSTS = {name: plan for name, plan in PLANS.items() if name not in ("recompute",
 PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
 OPTIMIZER = "momentum"
+SLOWER = 1.1  # a pace to see what a step feels of it
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo")
 RUNS, STEPS, WARM_UP = 2, 9, 1
 ONLY_LEAST = Rounds(ROUNDS.least, ROUNDS.least)  # a step is a sum of hundreds of kernels: what one strays evens out
@@ -94,7 +97,8 @@ class Row:
     breakdown: dict[str, float]
     measured_share: float
     steps: list[float]  # seconds by the clock
-    speeds: list[float]  # for each, the calibration's pace over that of its moment
+    speeds: list[float]  # for each, the calibration's pace over that of its moment, as the step feels it
+    felt: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
 
     @property
     def measured(self) -> float:
@@ -131,9 +135,21 @@ def predicted(
     for plan, program in lowered.items():
         found = estimate(program, prices, optimizer=OPTIMIZER)
         low, high = found.interval
-        rows.append(Row(place, model, plan, found.step_seconds, low, high, dict(found.breakdown), found.measured_share, [], []))
+        terms, power = dict(found.breakdown), felt_by(program, prices, found, wire=place == "hosts")
+        rows.append(Row(place, model, plan, found.step_seconds, low, high, terms, found.measured_share, [], [], power))
         say(f"{place} {model} {plan}: predicted {found.step_seconds * 1e3:.1f} ms")
     return rows
+
+
+def felt_by(program: Pipeline, prices: Prices, found: Estimate, *, wire: bool) -> float:
+    """The power of the pace by which a step changes: from its prediction with kernels at a slower one, and its other parts."""
+    slower = dict(prices.kernels)
+    for key, sample in samples(program, {}).items():
+        time, factor = slower[key], SLOWER ** felt(arithmetic(sample.kernel))
+        slower[key] = replace(time, forward=time.forward * factor, backward=time.backward * factor)
+    longer = estimate(program, replace(prices, kernels=slower), optimizer=OPTIMIZER).step_seconds
+    others = sum(found.breakdown[term] for term in ("update", *(EXCHANGES if not wire else ()))) / found.step_seconds
+    return math.log(longer / found.step_seconds) / math.log(SLOWER) + others * felt()
 
 
 def made(place: str, plan: str, seen: Subject, team: Ranks | Joined) -> Plan:
@@ -152,8 +168,7 @@ def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) 
         if step >= WARM_UP:
             row.steps.append(slowest)
     looks.append(team(pace_now)[0])
-    wire = sum(row.breakdown[term] for term in EXCHANGES) / row.predicted if row.place == "hosts" else 0.0
-    row.speeds += [wire + (1 - wire) * pace / statistics.mean(looks)] * STEPS
+    row.speeds += [(pace / statistics.mean(looks)) ** row.felt] * STEPS
 
 
 def calibrate(ranks: Ranks | Joined, path: Path) -> None:

@@ -14,10 +14,11 @@ from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
-from fourfold.gauge.collectives import Effort
-from fourfold.gauge.kernels import Rounds, _links, _strays, _Times, samples, timed
+from fourfold.gauge.collectives import Effort, Found
+from fourfold.gauge.kernels import Rounds, _links, arithmetic, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, table_name
-from fourfold.gauge.pace import keep_pace, kept_pace, machine_name
+from fourfold.gauge.middle import strays
+from fourfold.gauge.pace import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.table import add_kernels, load_kernels
@@ -86,6 +87,26 @@ def test_the_pace_is_kept_for_later_calibrations(progress: list[Progress]) -> No
     keep_pace(progress[-1].cluster.kinds[0].pace)
 
 
+def test_collectives_are_measured_again_until_the_middle_of_their_times_is_known() -> None:
+    so_far = _SoFar(local(2), 2, 1.0)
+    steady, straying = requests(["a", "a"])[:2]
+    for k in range(6):
+        so_far.next_round(1.0, [])
+        so_far.add(steady, 1.0, Found(points=((10.0, 1.0), (20.0, 2.0)), computing=()))
+        so_far.add(straying, 1.0, Found(points=((10.0, 1.0 + k), (20.0, 2.0), (30.0, 3.0 + k), (40.0, 4.0)), computing=()))
+    assert so_far.unsure() == [(straying, (10.0, 20.0, 30.0))]
+
+
+@pytest.mark.parametrize(("level", "told"), [("loopback", 4.0**LEAST_FELT), ("network", 1.0)])
+def test_exchanges_within_a_host_are_told_at_the_pace_and_others_as_they_were(level: str, told: float) -> None:
+    so_far = _SoFar(local(2), 2, 4.0)
+    request = replace(requests(["a", "a"])[0], level=level)
+    so_far.next_round(1.0, [])
+    so_far.add(request, 1.0, Found(points=((10.0, 1.0),), computing=()))
+    so_far.paces += [4.0, 4.0, 4.0]
+    assert so_far._curve(request).seconds == pytest.approx((told,), rel=1e-3)
+
+
 def test_groups_of_every_size_are_measured_alone_and_all_at_once() -> None:
     found = {(r.collective, len(r.groups[0]), len(r.groups)) for r in requests(["a"] * 4) if r.collective == "all_gather"}
     assert found == {("all_gather", 2, 2), ("all_gather", 2, 1), ("all_gather", 4, 1)}
@@ -134,7 +155,7 @@ def test_kernels_are_told_at_the_pace_asked_for() -> None:
     assert not now[1] and not slow[1], "a host's first rank answers for it"
     for key, time in now[0].items():
         assert time.forward < slow[0][key].forward
-        assert 20 < slower[0][key].forward / slow[0][key].forward < 500
+        assert 100**0.2 < slower[0][key].forward / slow[0][key].forward < 500
 
 
 @pytest.mark.parametrize(("times", "again"), [
@@ -143,13 +164,20 @@ def test_kernels_are_told_at_the_pace_asked_for() -> None:
     ([1.0, 1.05, 1.1, 1.15, 1.2] * 4, False),  # as far apart, but often enough
 ])  # fmt: skip
 def test_kernels_are_timed_again_until_the_middle_of_their_times_is_known(times: list[float], again: bool) -> None:
-    assert _strays([(_Times(1.0, 1.0), _Times(time / 2, time / 2)) for time in times]) is again
+    assert strays(times) is again
 
 
 def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
     short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
     links = [_links(replace(short, flops=flops)) for flops in (0.0, 1e7, 1e8, 1e9)]
     assert links[0] > 1 >= links[-1] and links == sorted(links, reverse=True)
+
+
+def test_the_more_arithmetic_a_kernel_has_the_more_it_feels_the_pace() -> None:
+    short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
+    powers = [felt(arithmetic(replace(short, flops=flops))) for flops in (0.0, 1e6, 1e7, 1e8, 1e10)]
+    assert powers == sorted(powers)
+    assert LEAST_FELT <= powers[0] < 0.45 and 0.85 < powers[-1] <= MOST_FELT
 
 
 def test_a_cluster_that_is_not_where_the_ranks_run_is_refused() -> None:

@@ -20,8 +20,8 @@ from fourfold.cluster.local import usable_cores
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates
-from fourfold.gauge.middle import apart, middle
-from fourfold.gauge.pace import keep_pace, kept_pace, pace_now
+from fourfold.gauge.middle import apart, middle, strays
+from fourfold.gauge.pace import felt, keep_pace, kept_pace, pace_now
 from fourfold.plans.mesh import divisors
 from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.crew import Crew, is_leader
@@ -44,20 +44,24 @@ class Progress:
 def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) -> Iterator[Progress]:
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
     hosts = ranks(host_of_this_process)
-    wanted = requests(hosts, effort)
+    wanted = requests(hosts)
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
     so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count, ranks(kept_pace)[0])
     done, of = 0, effort.rounds * (1 + len(wanted))
     cluster = so_far.base
-    for _ in range(effort.rounds):
+    for number in range(effort.most):
+        again = [(request, effort.sizes) for request in wanted] if number < effort.rounds else so_far.unsure()
+        if not again:
+            break
+        of = max(of, done + 1 + len(again))
         yield Progress(cluster=cluster, done=done, of=of, next="rates of one rank while all are busy")
         so_far.next_round(ranks(pace_now)[0], ranks(rates))
-        for request in wanted:
+        for request, sizes in again:
             done, cluster = done + 1, so_far.cluster()
             words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
             yield Progress(cluster=cluster, done=done, of=of, next=words)
             pace = ranks(pace_now)[0]
-            so_far.add(request, pace, ranks(measured, request)[request.groups[0][0]])
+            so_far.add(request, pace, ranks(measured, request, sizes)[request.groups[0][0]])
         done, cluster = done + 1, so_far.cluster()
     if is_leader():
         keep_pace(cluster.kinds[0].pace)
@@ -66,7 +70,7 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
 
 class _SoFar:
     """What a calibration has found until now. Times are told at one pace of the machine: each is multiplied by that over the
-    pace of its own moment (`gauge.pace`)."""
+    pace of its own moment, to the power by which it is felt (`gauge.pace`)."""
 
     def __init__(self, base: Cluster, ranks: int, before: float) -> None:
         self.base, self.ranks, self.before = base, ranks, before
@@ -100,34 +104,52 @@ class _SoFar:
     def cluster(self) -> Cluster:
         """The cluster as far as it is known."""
         device = self.base.kinds[0]
-        facts = [_faster(fact, pace / self.pace) for pace, fact in self.facts]
+        facts = [_at(fact, self.pace / pace) for pace, fact in self.facts]
         device = replace(device, **_device_facts(facts, device.cores, self.ranks), pace=_rounded(self.pace))
         rounds = [statistics.mean(times) for times in self.computing if times]  # steps even out shorter moments
         if rounds:
             device = replace(device, drift=_rounded(drift(rounds)))
-        curves = tuple(self._curve(request, found) for request, found in self.blocks.items())
+        curves = tuple(self._curve(request) for request in self.blocks)
         links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
 
-    def _curve(self, request: Request, found: Mapping[float, list[tuple[float, float]]]) -> Curve:
-        near = request.level == LOOPBACK  # cores carry these; a wire keeps its own pace
-        told = [[seconds * (self.pace / pace if near else 1.0) for pace, seconds in times] for times in found.values()]
-        points = [(max(middle(times), LEAST), apart(times)) for times in told]
+    def unsure(self) -> list[tuple[Request, tuple[float, ...]]]:
+        """Curves with a time that is not known yet, and their sizes up to the last such."""
+        out = []
+        for request in self.blocks:
+            told = self._told(request)
+            stray = [size for size, times in told.items() if strays(times)]
+            if stray:
+                out.append((request, tuple(size for size in told if size <= stray[-1])))
+        return out
+
+    def _told(self, request: Request) -> dict[float, list[float]]:
+        """By size, the times of a collective at the pace."""
+        power = felt() if request.level == LOOPBACK else 0.0  # cores carry these; a wire keeps its own pace
+        found = self.blocks[request].items()
+        return {size: [seconds * (self.pace / pace) ** power for pace, seconds in times] for size, times in found}
+
+    def _curve(self, request: Request) -> Curve:
+        told = self._told(request)
+        points = [(max(middle(times), LEAST), apart(times)) for times in told.values()]
+        rounds = sorted({len(times) for times in told.values()})
         return Curve(
             collective=request.collective,
             level=request.level,
             ranks=len(request.groups[0]),
             groups=len(request.groups),
-            sizes=tuple(found),
+            sizes=tuple(told),
             seconds=tuple(_rounded(seconds) for seconds, _ in points),
             spreads=tuple(_rounded(spread) for _, spread in points),
-            source=f"calibration, middle of {len(next(iter(found.values())))} rounds, torch {torch.__version__}",
+            source=f"calibration, middle of {' to '.join(map(str, rounds))} rounds, torch {torch.__version__}",
         )
 
 
-def _faster(fact: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Rates at a pace faster by a factor; of them `launch` alone is a time."""
-    return {name: value / factor if name == "launch" else value * factor for name, value in fact.items()}
+def _at(fact: Mapping[str, float], longer: float) -> dict[str, float]:
+    """Rates at a pace that takes longer by a factor; of them `launch` alone is a time, `rate` alone that of arithmetic."""
+    return {
+        name: value * longer ** (felt() if name == "launch" else -felt(float(name == "rate"))) for name, value in fact.items()
+    }
 
 
 def _linked(link: Link, curves: list[Curve]) -> Link:
@@ -140,7 +162,7 @@ def _linked(link: Link, curves: list[Curve]) -> Link:
     return replace(link, latency=seconds[0], bandwidth=_rounded(speed), sources=SENT)
 
 
-def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
+def requests(hosts: list[str]) -> list[Request]:
     """The curves that plans on these ranks may ask for."""
     out = []
     count = len(hosts)
@@ -155,7 +177,7 @@ def requests(hosts: list[str], effort: Effort = FULL) -> list[Request]:
             level = LOOPBACK if inside else "network"
             busy = Counter(hosts[rank] for group in groups for rank in group)
             crowd = max(1.0, max(busy.values()) / usable_cores())
-            out += [Request(collective=kind, groups=groups, level=level, effort=effort, crowd=crowd) for kind in kinds]
+            out += [Request(collective=kind, groups=groups, level=level, crowd=crowd) for kind in kinds]
     unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
     return list(reversed(unique.values()))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
+MORE = 3
 REPEATS = 32
 LEAST_REPEATS = 2
 BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
@@ -47,6 +48,11 @@ class Effort:
     sizes: tuple[float, ...] = (2.0**10, 2.0**16, 2.0**20, 2.0**23, 2.0**26)  # bytes: between them times are nearly straight
     rounds: int = 6
 
+    @property
+    def most(self) -> int:
+        """Rounds, for what strays."""
+        return MORE * self.rounds
+
 
 FULL = Effort()
 
@@ -58,7 +64,6 @@ class Request:
     collective: Collective
     groups: tuple[tuple[int, ...], ...]
     level: str
-    effort: Effort
     crowd: float = 1.0  # of the ranks that communicate, how many take turns on a core
 
 
@@ -70,13 +75,13 @@ class Found:
     computing: tuple[float, ...]
 
 
-def measured(request: Request) -> Found:
-    """A collective at every size once; all ranks of the process group must call."""
+def measured(request: Request, sizes: Sequence[float]) -> Found:
+    """A collective at growing sizes once; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
     stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
-    sizes = [size for size in request.effort.sizes if request.collective != "shared_gather" or size <= CAPACITY]
+    sizes = [size for size in sizes if request.collective != "shared_gather" or size <= CAPACITY]
     blocks = {}
     for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))

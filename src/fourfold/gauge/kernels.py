@@ -13,7 +13,6 @@ times the middle half counts.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.gauge.middle import apart, middle
-from fourfold.gauge.pace import Pace, by_host, with_a_core_each
+from fourfold.gauge.middle import apart, middle, strays
+from fourfold.gauge.pace import Pace, by_host, felt, with_a_core_each
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.alike import alike
@@ -44,8 +43,7 @@ SERIES_SECONDS = 0.2  # long kernels are repeated less often
 DROPPED = 1  # of the repetitions, the longest
 FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more than what a core has of a cache
 CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
-CORE_FLOPS, CORE_BYTES, ENTERED = 3e10, 5e9, 2.5e-4  # about, of some core, the last in seconds: for the chain's length alone
-KNOWN = 0.03  # relative error of a kernel's time beyond which it is timed again
+CORE_FLOPS, CORE_BYTES, ENTERED = 3e10, 5e9, 2.5e-4  # about, of some core, the last in seconds: what a kernel is made of
 DRAWN = 2**16  # numbers drawn at random, then repeated
 AROUND = 4  # looks at the pace before and after a kernel's own: one alone strays more than the pace does
 Clock = Callable[[], float]
@@ -123,6 +121,7 @@ def timed(
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
+    powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in wanted}
     found: list[_Found] = []
     again = list(wanted)
     for done in range(1, rounds.most + 1):
@@ -139,12 +138,12 @@ def timed(
             if single is not None and crowded is not None:
                 found.append((sample.kernel.key, look, single, crowded))
         if done >= rounds.least:
-            known = _told(found, pace)
-            strays = [_strays(known.get(sample.kernel.key, [])) for sample in again]
-            again = [sample for sample, one in zip(again, _first_rank_says(strays), strict=True) if one]
+            known = _told(found, powers, pace)
+            stray = [strays([crowded.both for _, crowded in known.get(sample.kernel.key, [])]) for sample in again]
+            again = [sample for sample, one in zip(again, _first_rank_says(stray), strict=True) if one]
         if not again:
             break
-    return {key: _joined(pairs) for key, pairs in _told(found, pace).items()}
+    return {key: _joined(pairs) for key, pairs in _told(found, powers, pace).items()}
 
 
 def _first_rank_says(numbers: Sequence[int]) -> list[int]:
@@ -169,40 +168,44 @@ class _Times:
 _Found = tuple[str, float, _Times, _Times]  # a kernel's key, a look at the pace, times alone and in a crowd
 
 
-def _told(found: Sequence[_Found], pace: float) -> dict[str, list[tuple[_Times, _Times]]]:
+def _told(found: Sequence[_Found], powers: Mapping[str, float], pace: float) -> dict[str, list[tuple[_Times, _Times]]]:
     """By kernel, what was found in turn, at the pace."""
     pairs: dict[str, list[tuple[_Times, _Times]]] = {}
     for k, (key, _, single, crowded) in enumerate(found):
         now = statistics.median(look for _, look, _, _ in found[max(k - AROUND, 0) : k + AROUND + 1])
-        speed = pace / now if pace else 1.0
+        speed = (pace / now) ** powers[key] if pace else 1.0
         pairs.setdefault(key, []).append((single.at(speed), crowded.at(speed)))
     return pairs
-
-
-def _strays(pairs: list[tuple[_Times, _Times]]) -> bool:
-    """Whether a time is not known yet; the quartiles of few times lie about one deviation apart."""
-    times = [crowded.both for _, crowded in pairs]
-    return bool(times) and apart(times) > KNOWN * math.sqrt(len(times)) * middle(times)
 
 
 def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
     """From the times alone and in a crowd, one pair for each round."""
     alone, crowded = ([pair[k] for pair in pairs] for k in (0, 1))
     one, many = (middle(times.both for times in some) for some in (alone, crowded))
-    every = sorted(times.both for times in crowded)
     return KernelTime(
         forward=rounded(middle(times.forward for times in alone)),
         backward=rounded(middle(times.backward for times in alone)),
         busy=rounded(max(many / one, 1.0)) if one else 1.0,
-        spread=rounded((every[-1] - every[0]) / many / 2) if many else 0.0,
+        spread=rounded(apart(times.both for times in crowded) / many) if many else 0.0,
     )
 
 
 def _links(kernel: Kernel) -> int:
     """How often a kernel is run in a row: always the same for the same one, since its share of what entering the engine costs
     depends on it."""
+    return round(CHAIN_SECONDS / sum(_parts(kernel)))
+
+
+def arithmetic(kernel: Kernel) -> float:
+    """The share of arithmetic in its time, about."""
+    computing, other = _parts(kernel)
+    return computing / (computing + other)
+
+
+def _parts(kernel: Kernel) -> tuple[float, float]:
+    """Seconds of arithmetic and of all else, about, on some core."""
     flops, moved = kernel.flops + kernel.backward_flops, kernel.moved + kernel.backward_moved
-    return round(CHAIN_SECONDS / (flops / CORE_FLOPS + moved / CORE_BYTES + ENTERED))
+    return flops / CORE_FLOPS, moved / CORE_BYTES + ENTERED
 
 
 class _Run:

@@ -3,8 +3,11 @@ repeats better than a median of few."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+KNOWN = 0.03  # relative error of a time beyond which it is taken again
 
 
 def _half(times: Iterable[float]) -> list[float]:
@@ -22,3 +25,8 @@ def apart(times: Iterable[float]) -> float:
     """The distance of the quartiles."""
     half = _half(times)
     return half[-1] - half[0]
+
+
+def strays(times: Sequence[float]) -> bool:
+    """Whether the middle is not known yet; the quartiles of few times lie about one deviation apart."""
+    return bool(times) and apart(times) > KNOWN * math.sqrt(len(times)) * middle(times)
