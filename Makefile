@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup  ## measure this machine, find the best plan for it, train with it on two processes, write a page about it
 	@mkdir -p $(DEMO)
-	$(BIN)/fourfold calibrate --ranks 2 -o $(DEMO)/cluster.toml
+	$(BIN)/fourfold calibrate --ranks 2 --rounds 3 -o $(DEMO)/cluster.toml
 	$(BIN)/fourfold plan $(MODEL) --cluster $(DEMO)/cluster.toml --devices 2 --batch 16 --measure -o $(DEMO)/best.json
 	$(BIN)/fourfold explain $(DEMO)/best.json
 	$(BIN)/fourfold verify $(MODEL) --plan $(DEMO)/best.json --ranks 2 --no-predict

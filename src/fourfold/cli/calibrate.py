@@ -14,7 +14,7 @@ from fourfold.errors import InvalidInput
 
 KERNELS = "Time the kernels of this MODEL too, divided by data over the ranks; may be given several times."
 
-ROUNDS = "How often everything is measured, 6 times if nothing is said: more rounds take longer and stray less."
+ROUNDS = "How often everything is measured, 6 times if nothing is said: what strays, up to three times as often."
 
 
 def calibrate(

@@ -57,7 +57,7 @@ class Rounds:
     most: int
 
 
-ROUNDS = Rounds(5, 15)
+ROUNDS = Rounds(5, 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,7 @@ def timed(
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
+    busy = max(map(len, hosts)) > 1
     powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in wanted}
     found: list[_Found] = []
     again = list(wanted)
@@ -131,19 +132,19 @@ def timed(
             if calm:
                 dist.barrier(group)
             look = work() if calm and pace else 0.0
-            single = run.series(repeats) if me in first else None
+            single = run.series(repeats) if me in first and (done <= rounds.least or not busy) else None
             dist.barrier()
-            crowded = run.series(repeats, dist.barrier, clock) if max(map(len, hosts)) > 1 else single
+            crowded = run.series(repeats, dist.barrier, clock) if busy else single
             dist.barrier()
-            if single is not None and crowded is not None:
-                found.append((sample.kernel.key, look, single, crowded))
+            if me in first and crowded is not None:
+                found.append(_Found(sample.kernel.key, look, single, crowded))
         if done >= rounds.least:
             known = _told(found, powers, pace)
-            stray = [strays([crowded.both for _, crowded in known.get(sample.kernel.key, [])]) for sample in again]
+            stray = [strays(known[sample.kernel.key].both) if known else False for sample in again]
             again = [sample for sample, one in zip(again, _first_rank_says(stray), strict=True) if one]
         if not again:
             break
-    return {key: _joined(pairs) for key, pairs in _told(found, powers, pace).items()}
+    return {key: told.joined() for key, told in _told(found, powers, pace).items()}
 
 
 def _first_rank_says(numbers: Sequence[int]) -> list[int]:
@@ -165,29 +166,49 @@ class _Times:
         return _Times(self.forward * speed, self.backward * speed)
 
 
-_Found = tuple[str, float, _Times, _Times]  # a kernel's key, a look at the pace, times alone and in a crowd
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A kernel's key, a look at the pace, times alone (in the first rounds) and in a crowd."""
+
+    key: str
+    look: float
+    single: _Times | None
+    crowded: _Times
 
 
-def _told(found: Sequence[_Found], powers: Mapping[str, float], pace: float) -> dict[str, list[tuple[_Times, _Times]]]:
-    """By kernel, what was found in turn, at the pace."""
-    pairs: dict[str, list[tuple[_Times, _Times]]] = {}
-    for k, (key, _, single, crowded) in enumerate(found):
-        now = statistics.median(look for _, look, _, _ in found[max(k - AROUND, 0) : k + AROUND + 1])
-        speed = (pace / now) ** powers[key] if pace else 1.0
-        pairs.setdefault(key, []).append((single.at(speed), crowded.at(speed)))
-    return pairs
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was found of a kernel in turn, at one pace."""
+
+    single: list[_Times]
+    crowded: list[_Times]
+
+    @property
+    def both(self) -> list[float]:
+        """In a crowd, forward and backward."""
+        return [times.both for times in self.crowded]
+
+    def joined(self) -> KernelTime:
+        one, many = middle(times.both for times in self.single), middle(self.both)
+        return KernelTime(
+            forward=rounded(middle(times.forward for times in self.single)),
+            backward=rounded(middle(times.backward for times in self.single)),
+            busy=rounded(max(many / one, 1.0)) if one else 1.0,
+            spread=rounded(apart(self.both) / many) if many else 0.0,
+        )
 
 
-def _joined(pairs: list[tuple[_Times, _Times]]) -> KernelTime:
-    """From the times alone and in a crowd, one pair for each round."""
-    alone, crowded = ([pair[k] for pair in pairs] for k in (0, 1))
-    one, many = (middle(times.both for times in some) for some in (alone, crowded))
-    return KernelTime(
-        forward=rounded(middle(times.forward for times in alone)),
-        backward=rounded(middle(times.backward for times in alone)),
-        busy=rounded(max(many / one, 1.0)) if one else 1.0,
-        spread=rounded(apart(times.both for times in crowded) / many) if many else 0.0,
-    )
+def _told(found: Sequence[_Found], powers: Mapping[str, float], pace: float) -> dict[str, _Told]:
+    """By kernel, at the pace."""
+    out: dict[str, _Told] = {}
+    for k, one in enumerate(found):
+        now = statistics.median(other.look for other in found[max(k - AROUND, 0) : k + AROUND + 1])
+        speed = (pace / now) ** powers[one.key] if pace else 1.0
+        told = out.setdefault(one.key, _Told([], []))
+        told.crowded.append(one.crowded.at(speed))
+        if one.single is not None:
+            told.single.append(one.single.at(speed))
+    return out
 
 
 def _links(kernel: Kernel) -> int:
