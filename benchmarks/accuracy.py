@@ -1,8 +1,8 @@
 """Predicted before, then measured: step times of every strategy on local ranks and between two hosts joined at 1 Gbit/s.
 
 Each place is calibrated. Then, model by model, every plan is predicted, which times the model's kernels, and the predictions
-are written down; then the plans run, on fresh processes, in rounds one after the other, and a plan's time is the median of
-its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
+are written down; then the plans run, on fresh processes, in rounds one after the other, those whose steps lie far apart more
+often, and a plan's time is the median of its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
 
 Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the
 calibration: the pace of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are
@@ -32,6 +32,7 @@ from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.gauge.calibration import calibrated
 from fourfold.gauge.kernels import ROUNDS, Rounds, arithmetic, samples
 from fourfold.gauge.measuring import measured_prices
+from fourfold.gauge.middle import apart
 from fourfold.gauge.pace import felt, pace_now
 from fourfold.oracle.estimate import Estimate, estimate
 from fourfold.oracle.prices import Prices
@@ -78,6 +79,7 @@ OPTIMIZER = "momentum"
 SLOWER = 1.1  # a pace to see what a step feels of it
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo")
 RUNS, STEPS, WARM_UP = 2, 9, 1
+MOST_RUNS, STEADY = 5, 0.2  # runs of plans whose steps lie further apart, from quartile to quartile
 ONLY_LEAST = Rounds(ROUNDS.least, ROUNDS.least)  # a step is a sum of hundreds of kernels: what one strays evens out
 FOLDER = Path(__file__).parent / "results"
 SHIPPED = Path(__file__).parents[1] / "src" / "fourfold" / "reproduce" / "accuracy.json"
@@ -103,6 +105,12 @@ class Row:
     @property
     def measured(self) -> float:
         return statistics.median(step * speed for step, speed in zip(self.steps, self.speeds, strict=True))
+
+    @property
+    def steady(self) -> bool:
+        """Whether it was run often enough; what was predicted does not matter here."""
+        times = [step * speed for step, speed in zip(self.steps, self.speeds, strict=True)]
+        return len(times) >= RUNS * STEPS and apart(times) <= STEADY * self.measured
 
     @property
     def clock(self) -> float:
@@ -212,8 +220,9 @@ def place_rows(place: str, only: list[str], folder: Path, output: Path, before: 
     output.with_name(f"{output.stem}-{place}.toml").write_text(file.read_text())
     for model in models:
         job(place, "predict", file, kept, "--model", model, *(part for text in only for part in ("--only", text)))
-        for _ in range(RUNS):
-            job(place, "measure", file, kept, "--model", model)
+        for _ in range(MOST_RUNS):
+            if not all(row.steady for row in load(kept) if row.model == model):
+                job(place, "measure", file, kept, "--model", model)
         keep([*before, *load(kept)], output)
     return load(kept)
 
@@ -248,7 +257,7 @@ def do(options: argparse.Namespace) -> None:
     elif options.job == "predict":
         kept += predict(place, options.model, options.only, load_cluster(options.cluster))
     else:
-        mine = [row for row in kept if row.model == options.model]
+        mine = [row for row in kept if row.model == options.model and not row.steady]
         measure(place, options.model, mine, load_cluster(options.cluster).kinds[0].pace)
     if is_leader():
         options.output.write_text(json.dumps([asdict(row) for row in kept]))

@@ -106,7 +106,8 @@ class _SoFar:
         device = self.base.kinds[0]
         facts = [_at(fact, self.pace / pace) for pace, fact in self.facts]
         device = replace(device, **_device_facts(facts, device.cores, self.ranks), pace=_rounded(self.pace))
-        rounds = [statistics.mean(times) for times in self.computing if times]  # steps even out shorter moments
+        whole = [times for times in self.computing if 2 * len(times) > len(self.computing[0])]  # later rounds are short
+        rounds = [statistics.mean(times) for times in whole]  # steps even out shorter moments
         if rounds:
             device = replace(device, drift=_rounded(drift(rounds)))
         curves = tuple(self._curve(request) for request in self.blocks)
