@@ -2,7 +2,8 @@
 
 Each place is calibrated. Then, model by model, every plan is predicted, which times the model's kernels, and the predictions
 are written down; then the plans run, on fresh processes, in rounds one after the other, those whose steps lie far apart more
-often, and a plan's time is the median of its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL defines it.
+often, and a plan's time is the median of its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL
+defines it.
 
 Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the
 calibration: the pace of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are
