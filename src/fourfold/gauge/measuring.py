@@ -22,12 +22,13 @@ from fourfold.runtime.trial import PRECISIONS
 
 ONCE = Rounds(1, 1)
 TWICE = Rounds(2, 2)  # for a search: plans that win by less than a kernel strays are as good as each other
+METHOD = "2026-11-16"  # the day since when kernels are timed as they are: earlier tables do not compare
 DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
 
 
 def table_name(ranks_per_host: int) -> str:
     """The name of this machine's table of kernels: everything their times depend on."""
-    return f"{machine_name()} {ranks_per_host} busy"
+    return f"{machine_name()} {ranks_per_host} busy {METHOD}"
 
 
 def here(cluster: Cluster) -> Cluster:
