@@ -104,14 +104,18 @@ class Row:
     felt: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
 
     @property
+    def told(self) -> list[float]:
+        """The steps at the calibration's pace."""
+        return [step * speed for step, speed in zip(self.steps, self.speeds, strict=True)]
+
+    @property
     def measured(self) -> float:
-        return statistics.median(step * speed for step, speed in zip(self.steps, self.speeds, strict=True))
+        return statistics.median(self.told)
 
     @property
     def steady(self) -> bool:
         """Whether it was run often enough; what was predicted does not matter here."""
-        times = [step * speed for step, speed in zip(self.steps, self.speeds, strict=True)]
-        return len(times) >= RUNS * STEPS and apart(times) <= STEADY * self.measured
+        return len(self.steps) >= RUNS * STEPS and apart(self.told) <= STEADY * self.measured
 
     @property
     def clock(self) -> float:

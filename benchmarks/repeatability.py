@@ -30,7 +30,6 @@ from fourfold.oracle.table import load_kernels
 from fourfold.runtime.crew import crew
 from fourfold.runtime.subject import subject
 
-RATES = ("rate", "update", "bandwidth")
 PLANS = ("data", "filter", "spatial", "fsdp", "1f1b-so")
 
 
@@ -52,14 +51,6 @@ class Found:
     entries: dict[str, float]
     kernels: dict[str, float]
     steps: dict[str, float]
-
-    def at(self, pace: float) -> Found:
-        """The same told at another pace. Rates are counts a second, all else is seconds."""
-        factor = pace / self.pace
-        counts = {key for key in self.entries if key.startswith(RATES)}
-        entries = {key: value / factor if key in counts else value * factor for key, value in self.entries.items()}
-        kernels, steps = ({key: value * factor for key, value in some.items()} for some in (self.kernels, self.steps))
-        return Found(pace, entries, kernels, steps)
 
 
 def once(place: str, models: list[str], effort: Effort) -> Found:
@@ -115,9 +106,8 @@ def main() -> None:
         os.environ["FOURFOLD_CACHE"] = folder
         found = [once(place, options.models, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
+        print(f"told at a pace of {before.pace * 1e3:.2f} ms and of {after.pace * 1e3:.2f} ms:")
         compare(before, after)
-        print(f"the second told at the first's pace ({after.pace * 1e3:.2f} ms, {before.pace * 1e3:.2f} ms):")
-        compare(before, after.at(before.pace))
     options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "found": [asdict(one) for one in found]}))
 
 

@@ -133,7 +133,8 @@ class _SoFar:
     def _curve(self, request: Request) -> Curve:
         told = self._told(request)
         points = [(max(middle(times), LEAST), apart(times)) for times in told.values()]
-        rounds = sorted({len(times) for times in told.values()})
+        counts = [len(times) for times in told.values()]
+        rounds = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
         return Curve(
             collective=request.collective,
             level=request.level,
@@ -142,7 +143,7 @@ class _SoFar:
             sizes=tuple(told),
             seconds=tuple(_rounded(seconds) for seconds, _ in points),
             spreads=tuple(_rounded(spread) for _, spread in points),
-            source=f"calibration, middle of {' to '.join(map(str, rounds))} rounds, torch {torch.__version__}",
+            source=f"calibration, middle of {rounds} rounds, torch {torch.__version__}",
         )
 
 

@@ -26,7 +26,7 @@ from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
 
-MORE = 3
+MORE = 3  # times as many rounds at most, for what strays
 REPEATS = 32
 LEAST_REPEATS = 2
 BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long

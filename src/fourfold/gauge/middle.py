@@ -29,4 +29,4 @@ def apart(times: Iterable[float]) -> float:
 
 def strays(times: Sequence[float]) -> bool:
     """Whether the middle is not known yet; the quartiles of few times lie about one deviation apart."""
-    return bool(times) and apart(times) > KNOWN * math.sqrt(len(times)) * middle(times)
+    return apart(times) > KNOWN * math.sqrt(len(times)) * middle(times)

@@ -3,7 +3,7 @@
 Shared machines have slow minutes. A kernel timed in one of them would make every prediction too long, so kernels are told at
 the pace of the better moments that the calibration saw, which looks again and again over a minute: times are multiplied by that
 over the pace of their own moment, to a power. The work is arithmetic, which suffers most: where the machine took 1.6 times as
-long for it, products did by 1.5, and what moves bytes, enters autograd or exchanges something by 1.2.
+long for it, convolutions and products did by 1.45, kernels that move bytes or little else than enter autograd by 1.15.
 Times compare only if they are told at one pace, so it is kept: later calibrations of the machine ask for it.
 """
 
@@ -25,7 +25,7 @@ from fourfold.errors import InvalidInput
 from fourfold.runtime.board import host_of_this_process
 
 LOOKS = 10  # at the pace, each time a calibration asks
-LEAST_FELT, MOST_FELT = 0.4, 0.9  # powers of the pace by which times without arithmetic change, and of nothing else
+LEAST_FELT, MOST_FELT = 0.4, 0.9  # powers of the pace: of times without arithmetic, and of arithmetic alone
 
 
 class Pace:
