@@ -25,7 +25,7 @@ from fourfold.cluster import Cluster
 from fourfold.cluster.cache import cache_folder
 from fourfold.gauge.calibration import calibrated
 from fourfold.gauge.collectives import FULL, Effort
-from fourfold.gauge.measuring import table_name
+from fourfold.gauge.measuring import here
 from fourfold.oracle.table import load_kernels
 from fourfold.runtime.crew import crew
 from fourfold.runtime.subject import subject
@@ -65,7 +65,8 @@ def once(place: str, models: list[str], effort: Effort) -> Found:
             seen = subject(text, batch=batch)
             rows = predicted(place, model, list(PLANS), seen, progress.cluster, team)
             steps |= {f"{model} {row.plan}": row.predicted for row in rows}
-        kernels = {key: t.busy * (t.forward + t.backward) for key, t in load_kernels(table_name(team.count)).items()}
+        table = load_kernels(here(progress.cluster).measured.kernels)
+        kernels = {key: t.busy * (t.forward + t.backward) for key, t in table.items()}
     return Found(progress.cluster.kinds[0].pace, entries(progress.cluster), kernels, steps)
 
 

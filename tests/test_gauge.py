@@ -16,7 +16,7 @@ from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
 from fourfold.gauge.collectives import Effort, Found
 from fourfold.gauge.kernels import Rounds, _links, arithmetic, samples, timed
-from fourfold.gauge.measuring import check_here, foretold, table_name
+from fourfold.gauge.measuring import check_here, foretold, here
 from fourfold.gauge.middle import strays
 from fourfold.gauge.pace import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
 from fourfold.oracle.predict import predict
@@ -72,7 +72,7 @@ def test_local_is_what_was_calibrated_once_it_was(progress: list[Progress]) -> N
         path.unlink()
 
 
-@pytest.mark.parametrize(("before", "told"), [(0.0, 2.0), (0.9, 2.0), (1.0, 1.0), (3.0, 3.0), (4.0, 2.0)])
+@pytest.mark.parametrize(("before", "told"), [(0.0, 2.0), (0.9, 2.0), (1.0, 1.0), (3.0, 3.0), (3.1, 3.1), (4.0, 2.0)])
 def test_a_calibration_is_told_at_the_pace_of_earlier_ones_unless_the_machine_has_changed(before: float, told: float) -> None:
     so_far = _SoFar(local(2), 2, before)
     so_far.paces += [1.0, 2.0, 3.0, 9.0]
@@ -141,11 +141,17 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
     assert found.estimate.measured_share == 1.0
     low, high = found.estimate.interval
     assert 0 < low < found.estimate.step_seconds < high
-    known = load_kernels(table_name(2))
+    known = load_kernels(here(cluster_named("local", devices=2)).measured.kernels)
     assert not samples(lowered("filter"), {}, known), "all are in the table"
     assert all(time.busy >= 1.0 and time.forward > 0 for time in known.values())
     monkeypatch.setattr("fourfold.gauge.measuring.timed", None)  # must not be needed again
     assert told().estimate.step_seconds == found.estimate.step_seconds
+
+
+def test_kernels_told_at_another_pace_are_in_another_table() -> None:
+    at = [here(replace(local(2), kinds=(replace(local(2).kinds[0], pace=pace),))) for pace in (0.0, 6.15e-3, 6.42e-3, 6.42e-3)]
+    names = [cluster.measured.kernels for cluster in at]
+    assert len(set(names)) == 3 and names[2] == names[3]
 
 
 def test_kernels_are_told_at_the_pace_asked_for() -> None:

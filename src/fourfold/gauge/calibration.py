@@ -28,6 +28,7 @@ from fourfold.runtime.crew import Crew, is_leader
 
 LOOPBACK = "loopback"
 LEAST = 1e-6  # seconds: what a collective costs at least
+NEAR = 1.05  # a pace that much slower than the middle one is kept: times compare only at one
 SENT = Sources(whole="calibration, from sends between two ranks")
 
 
@@ -95,10 +96,10 @@ class _SoFar:
 
     @property
     def pace(self) -> float:
-        """That of earlier calibrations, while the machine still reaches it and is slower half of the time; else that of its
-        better moments, a quarter of all."""
+        """That of earlier calibrations, while the machine still reaches it and is about as slow half of the time; else that of
+        its better moments, a quarter of all."""
         ordered = sorted(self.paces)
-        still = ordered[0] <= self.before <= ordered[len(ordered) // 2]
+        still = ordered[0] <= self.before <= NEAR * ordered[len(ordered) // 2]
         return self.before if still else ordered[len(ordered) // 4]
 
     def cluster(self) -> Cluster:
