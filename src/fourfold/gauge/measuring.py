@@ -26,15 +26,11 @@ METHOD = "2026-11-16"  # the day since when kernels are timed as they are: earli
 DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
 
 
-def table_name(ranks_per_host: int, pace: float) -> str:
-    """The name of this machine's table of kernels: everything their times depend on, the pace they are told at too."""
-    told = f"at {pace * 1e3:.4g} ms" if pace else "as timed"
-    return f"{machine_name()} {ranks_per_host} busy {told} {METHOD}"
-
-
 def here(cluster: Cluster) -> Cluster:
-    """A cluster known to be this machine: its kernels are those of this machine's table."""
-    name = table_name(len(cluster.node_ranks(0)), cluster.kinds[0].pace)
+    """A cluster known to be this machine: its kernels are those of this machine's table, whose name has everything that their
+    times depend on, the pace they are told at too."""
+    told = f"at {cluster.kinds[0].pace * 1e3:.4g} ms"
+    name = f"{machine_name()} {len(cluster.node_ranks(0))} busy {told} {METHOD}"
     return replace(cluster, measured=replace(cluster.measured, kernels=name))
 
 
