@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.own import Own
 from fourfold.runtime import exchange as runtime
+from fourfold.runtime import wire
+from fourfold.runtime.world import World
 from layouts import Array, case, definition, pairing, valid
 from ranks import pool, world_of
 
@@ -84,11 +88,32 @@ def carried_out(cases: list[Case]) -> list[tuple[Any, ...]]:
     return out
 
 
+def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
+    """On a rank: a function as if every rank had its own host and all messages were large; and whether any travelled so."""
+    flights: list[wire.Flight] = []
+    begin = wire.Flight.__init__
+
+    def counted(self: wire.Flight, *rest: Any) -> None:
+        flights.append(self)
+        begin(self, *rest)
+
+    def hosts(world: World, axes: tuple[str, ...], purpose: str = "inline") -> tuple[str, ...]:
+        return tuple(map(str, range(world.extent(axes))))
+
+    with patch.object(wire, "LARGE", 1), patch.object(World, "hosts", hosts), patch.object(wire.Flight, "__init__", counted):
+        return function(*arguments), len(flights) > 0
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["random", "named"])
-def test_fast_paths_the_general_path_and_the_definition_agree_with_their_adjoints(ranks: int, kind: str) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "hosts"])
+def test_fast_paths_the_general_path_and_the_definition_agree_with_their_adjoints(ranks: int, kind: str, apart: bool) -> None:
     cases = random_cases(ranks, 120) if kind == "random" else named_cases(ranks)
-    answers = pool(ranks)(carried_out, cases)
+    if apart:
+        answers, travelled = zip(*pool(ranks)(between_hosts, carried_out, cases), strict=True)
+        assert any(travelled)
+    else:
+        answers = pool(ranks)(carried_out, cases)
     for number, (exchange, x, gradient) in enumerate(cases):
         results, general, gradients = ([answers[r][number][k] for r in range(ranks)] for k in range(3))
         for expected, got in ((definition(exchange, x), results), (definition(exchange, x), general),
@@ -122,7 +147,9 @@ def test_every_dtype_travels_as_it_is(dtype: torch.dtype) -> None:
     divided = [Layout((rows, Own.whole(6))), Layout((Own.whole(5), columns)), Layout.same((5, 6))]
     for source in divided:
         for target in divided:
-            assert [ok for _, ok in pool(3)(typed, Exchange(mesh, source, target), dtype)] == [True] * 3
+            exchange = Exchange(mesh, source, target)
+            assert [ok for _, ok in pool(3)(typed, exchange, dtype)] == [True] * 3
+            assert [ok for (_, ok), _ in pool(3)(between_hosts, typed, exchange, dtype)] == [True] * 3
 
 
 def several_dims(exchange: Exchange) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fourfold.plans.buckets import LARGE
 from fourfold.plans.exchange import Exchange, Step, Transfer, transfers
 
 BOARD_BYTES = 64 * 1024
@@ -40,7 +41,8 @@ def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
     if step.pattern == "all_reduce":
         return Moved(size, count * size if host and size <= BOARD_BYTES else 0)
     if step.pattern == "all_gather":
-        return Moved(size, size)
+        single = not host and count == 2 and step.received(rank) >= LARGE  # into its place, without a flat result
+        return Moved(size, 0 if single and joins(step, rank) else size)
     if step.pattern == "reduce_scatter":
         return Moved(size, source if joins(step, rank) else 2 * source)
     return _all_to_all(step, rank, size, item)

@@ -18,7 +18,7 @@ from fourfold.oracle.rhythm import Rhythm, rhythm
 from fourfold.oracle.tape import Env, Node, Tensor, Var
 from fourfold.oracle.wired import Bunches, Sums, bunched, member
 from fourfold.plans.boundary import Side, incoming, outgoing
-from fourfold.plans.buckets import CHUNK_BYTES, RING_BYTES, is_gather
+from fourfold.plans.buckets import CHUNK_BYTES, RING_BYTES, gradient_bytes, is_gather
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Coords
@@ -196,7 +196,8 @@ class RankReplay:
                 self.heap.take(2 * size, "slices")
         moves = list(dict.fromkeys(move for move in program.moves() if self._gathers(stage, move)))
         if moves and self.machine.host:
-            self.heap.take(max(RING_BYTES, 2 * max(self._given(stage, move) for move in moves)), "ring")
+            sizes = [gradient_bytes(m.exchange.adjoint.steps[0], stage.state[m.source].item) for m in moves]
+            self.heap.take(max(RING_BYTES, 2 * max(sizes)), "ring")
         elif moves:
             stage.tape.wired = self._wires(stage, moves)
 
@@ -225,11 +226,6 @@ class RankReplay:
     def _gathers(self, stage: _Stage, move: Move) -> bool:
         tensor = stage.state.get(move.source)
         return tensor is not None and tensor.var is not None and is_gather(move)
-
-    def _given(self, stage: _Stage, move: Move) -> int:
-        """Bytes of a gathered weight's gradient that this rank leaves for others."""
-        (step,), index = move.exchange.adjoint.steps, stage.part.stage.ranks.index(self.rank)
-        return -(-step.given(index) * stage.state[move.source].item // 64) * 64
 
     # --- actions ---
 

@@ -19,8 +19,15 @@ SUMS_AHEAD = 2
 """Sums of bunches of gradients under way at once."""
 CHUNK_BYTES = 4 * 2**20
 """What a rank gives at a time when slices of parameters are gathered (ZeRO-1)."""
+LARGE = 2**15
+"""Elements that a rank takes from others: from so many on, messages between hosts go by themselves (`runtime.wire`)."""
 RING_BYTES = 16 * 2**20
 """The least common memory through which gradients of gathered weights go, per rank: small ones need not wait for each other."""
+
+
+def gradient_bytes(step: Step, item: int) -> int:
+    """The place a gradient has in that memory: of the largest any rank has, in whole cache lines."""
+    return -(-item * math.prod(max(own.counts) for own in step.source.dims) // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)

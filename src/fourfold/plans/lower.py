@@ -59,6 +59,9 @@ def lower_part(
         assert like is not None
         if like.stored[name].shape == lowering.graph.values[name].shape:
             lowering.adopt(name, like.stored[name])
+    if like is not None and plan.zero == 3:
+        firsts = {m.value: m.exchange.target for m in reversed(list(like.moves())) if m.kind == "parameter"}
+        lowering.whole = {name: need.kept(plan.mesh) for name, need in firsts.items() if name in lowering.adopted}
     return lowering.run()
 
 
@@ -76,6 +79,7 @@ class _Lowering:
         self.before: list[Any] = self.steps  # where moves of parameters go: inside a pass, ahead of all passes
         self.stored: dict[str, Layout] = {}
         self.adopted: dict[str, Layout] = {}
+        self.whole: dict[str, Layout] = {}  # of parameters stored divided (zero 3), how readers find them: gathered
         self.hints: Hints = block_hints(concrete)
         self.parameters = {p.name: p for p in concrete.parameters}
         self.leaves = {*self.parameters, *(c.name for c in concrete.constants), *concrete.inputs, *concrete.targets}
@@ -166,7 +170,7 @@ class _Lowering:
         nest = self._hinted(op, nest_of(op, self.graph))
         if nest.kernel == "replicated" and op.random and self.mesh.size > 1:
             raise Infeasible(f"{op.path} draws random numbers and has no rule that keeps ranks alike ({op.target})")
-        given = [None if name in self.free else self.layouts[name] for name in op.operands]
+        given = [None if name in self.free else self.whole.get(name, self.layouts[name]) for name in op.operands]
         splits = explicit if nest.anchor or set(explicit.values()) <= {"replicate"} else self._offered(nest, explicit)
         splits = {**self._scattered(op, nest, given, splits), **splits}
         placement = self._placed(op, nest, splits, given, wanted)
@@ -271,7 +275,10 @@ class _Lowering:
     def _kept(self, name: str, need: Layout) -> Layout:
         """How a parameter or buffer is stored whose first use needs it so."""
         kept = need.kept(self.mesh)
-        return kept.divided(self.mesh) if self.plan.zero == 3 and not self.parameters[name].buffer else kept
+        if self.plan.zero != 3 or self.parameters[name].buffer:
+            return kept
+        self.whole[name] = kept
+        return kept.divided(self.mesh)
 
     def _updates(self) -> dict[str, Layout]:
         """Of each trained parameter, what a rank's optimizer updates: all it stores or, divided over replicas, a part."""
@@ -361,7 +368,7 @@ class _Lowering:
         sub.free = {n for n in self.free if n not in sub.layouts}
         for name in self.leaves - self.free:
             sub.layouts[name] = self.layouts[name]
-        sub.stored, sub.before = self.stored, self.before
+        sub.stored, sub.before, sub.whole = self.stored, self.before, self.whole
         sub.forms = {key: slot for key, slot in self.forms.items() if key[0] in self.parameters}
         for op in run.ops:
             sub._visit(op)

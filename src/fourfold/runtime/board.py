@@ -35,14 +35,12 @@ _NAP = 50e-6  # seconds
 
 def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
     """Zeroed memory that all ranks of a group see, or None if they do not share a host with room for it; all must call."""
-    count, rank = dist.get_world_size(group), dist.get_rank(group)
-    usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER) and not os.environ.get("FOURFOLD_SOCKETS")
-    facts: list[Any] = [None] * count
-    host = host_of_this_process() if usable else f"none {uuid.uuid4()}"
-    dist.all_gather_object(facts, (host, str(uuid.uuid4())), group=group)
-    if len({host for host, _ in facts}) != 1:
+    rank = dist.get_rank(group)
+    if len(set(hosts(group))) != 1:
         return None
-    path = os.path.join(_FOLDER, f"fourfold-{facts[0][1]}")
+    name = [str(uuid.uuid4())]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    path = os.path.join(_FOLDER, f"fourfold-{name[0]}")
     room = [_reserved(path, size) if rank == 0 else False]
     dist.broadcast_object_list(room, group=group, group_src=0)
     if not room[0]:
@@ -53,6 +51,14 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
     if rank == 0:
         os.unlink(path)  # the mappings keep it; nothing is left behind
     return memory
+
+
+def hosts(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """The host of every rank of a group, one of its own for each where none can share memory; all must call."""
+    usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER) and not os.environ.get("FOURFOLD_SOCKETS")
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, host_of_this_process() if usable else f"none {uuid.uuid4()}", group=group)
+    return tuple(out)
 
 
 def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans.exchange import Exchange, Step, Transfer, transfers
-from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
+from fourfold.runtime import wire
+from fourfold.runtime.world import World
 
 Mover = Callable[[Tensor], Tensor]
 Finish = Callable[[], Tensor]
@@ -140,11 +140,12 @@ def _all_gather(step: Step, world: World) -> Launcher:
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
         return _finished(lambda tensor: tensor.new_zeros(shape))
+    first = wire.alone(world, step.axes, step.received(world.rank))
 
     def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor.contiguous())
         parts = tensor.new_empty((count, *tensor.shape))
-        work = all_gather_single(parts.view(-1), tensor.view(-1), group=group, async_op=True)
+        work = wire.all_gather(parts, tensor.view(-1), group, first=first)
 
         def finish() -> Tensor:
             work.wait()
@@ -161,11 +162,12 @@ def _reduce_scatter(step: Step, world: World) -> Mover:
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
         return lambda tensor: tensor.new_zeros(shape)
+    first = wire.alone(world, step.axes, step.received(world.rank))
 
     def move(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(shape)
         parts = tensor.unflatten(step.dim, (count, -1)).movedim(step.dim, 0)  # one copy, or none
-        reduce_scatter_single(out.view(-1), parts.reshape(-1), group=group)
+        wire.reduce_scatter(out, parts, group, first=first)
         return out
 
     return move
@@ -194,6 +196,7 @@ def _all_to_all(step: Step, world: World) -> Launcher:
         t.peer == peer for peer in members for t in transfers(step, peer, incoming=True)
     )  # nothing travels in this group, and all its members know it
     group = world.group(step.axes)  # made by all ranks together, also where only other groups will use theirs
+    first = wire.apart(world, step.axes, max(step.received(peer) for peer in members))
     add = not tiles([t for t in incoming if t is not None], shape)
 
     def launch(tensor: Tensor) -> Finish:
@@ -203,7 +206,7 @@ def _all_to_all(step: Step, world: World) -> Launcher:
         received = tensor.new_empty(sum(receives))
         work = None
         if not silent:
-            work = dist.all_to_all_single(received, packed, receives, sends, group=group, async_op=True)
+            work = wire.all_to_all(received, packed, receives, sends, group, first=first)
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = incoming[me], outgoing[me]
         if mine is not None and own is not None:

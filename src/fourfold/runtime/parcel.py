@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans.exchange import Step, transfers
+from fourfold.runtime import wire
 from fourfold.runtime.exchange import by_peer, put, take, tiles
 from fourfold.runtime.world import World
 
@@ -35,6 +35,8 @@ class Parcel:
         self.sends = [sum(t.numel for t in column if t is not None) for column in zip(*self.gives, strict=True)]
         self.receives = [sum(t.numel for t in column if t is not None) for column in zip(*self.takes, strict=True)]
         self.sends[self.me] = self.receives[self.me] = 0
+        most = max(sum(step.received(member) for step in steps) for member in members)
+        self.first = wire.apart(world, axes, most, "gradients")
 
     def launch(self, tensors: Sequence[Tensor]) -> Arrived:
         """Start; the answer waits and gives the results."""
@@ -46,7 +48,7 @@ class Parcel:
         ]
         packed = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
         received = packed.new_empty(sum(self.receives))
-        work = dist.all_to_all_single(received, packed, self.receives, self.sends, group=self.group, async_op=True)
+        work = wire.all_to_all(received, packed, self.receives, self.sends, self.group, first=self.first)
         outs = [self._own(k, tensor) for k, tensor in enumerate(tensors)]
 
         def arrived() -> list[Tensor]:

@@ -1,14 +1,17 @@
 """Weights and gradients of ZeRO-3 between ranks of one host: shards on a shelf, gradients through a ring.
 
-A gathered weight is copied from where all ranks keep their shards; nobody else need take part. Of a gradient each rank keeps
-its own part and writes the others' into its area of the ring, then says so by a counter; it adds what others wrote for it
-when they have, looking whenever it gives something itself, and at the end. Areas have the same places on all ranks, so
+A gathered weight is copied from where all ranks keep their shards; nobody else need take part. A gradient is copied into the
+rank's area of the ring, which it says by a counter; the part that is its own it adds up from all areas when everyone has
+copied theirs, looking whenever it gives something itself, and at the end. Areas have the same places on all ranks, so
 that a place is used again once every rank has taken what lay there. Ranks may thus drift apart by as much as the ring
 holds, and wait for each other only beyond. As with `board.py`, stores must become visible in order.
+
+Calls are few and views of common memory are kept: between computing, when caches hold something else, a call costs 25 us.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,48 +20,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.plans.buckets import RING_BYTES
-from fourfold.plans.exchange import Transfer, transfers
+from fourfold.plans.buckets import RING_BYTES, gradient_bytes
+from fourfold.plans.exchange import transfers
 from fourfold.runtime.board import shared_memory, viewed, wait_for
 from fourfold.runtime.carrier import Gathered, add_gradient
 from fourfold.runtime.exchange import put, take
-from fourfold.runtime.shelf import Shelf, reader
+from fourfold.runtime.shelf import Shelf, given, one_box, reader
 from fourfold.runtime.world import TIMEOUT, World
 
 _LINE = 64  # bytes: counters and areas begin at cache lines
 
 
 class Way:
-    """The gradient of one weight: what is this rank's own, what it writes for others, and where it finds what they wrote."""
+    """The gradient of one weight: how each rank has it, and which boxes of whose this rank adds up."""
 
     def __init__(self, gathered: Gathered, world: World) -> None:
-        step, me = gathered.back, world.rank
-        taken = transfers(step, me, incoming=True)
-        given = {rank: transfers(step, rank, incoming=False) for rank in range(world.mesh.size)}
-        self.gives = [t for t in given[me] if t.peer != me]
-        self.own = [(t, g) for t in taken if t.peer == me for g in given[me] if g.peer == me]
-        self.takes = [(t, *_place(given[t.peer], t.peer, me)) for t in taken if t.peer != me]
-        most = max(sum(t.numel for t in items if t.peer != rank) for rank, items in given.items())
-        self.size = -(-most * gathered.shard.element_size() // _LINE) * _LINE
+        step, mesh = gathered.back, world.mesh
+        self.shapes = [step.source.local_shape(mesh.coords(rank)) for rank in range(mesh.size)]
+        taken = transfers(step, world.rank, incoming=True)
+        self.takes = [(t.spans, t.peer, given(step, t.peer, world.rank).spans) for t in taken]
+        whole = tuple(((0, size),) for size in gathered.shard.shape)
+        self.alike = all(place == whole and one_box(spans) for place, _, spans in self.takes)
+        self.size = gradient_bytes(step, gathered.shard.element_size())
 
-    def start(self, shard: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the shard as far as this rank has it: new memory, so that the whole gradient can go."""
-        if len(self.own) == 1 and self.own[0][0].shape == shard.shape:
-            return take(grad, self.own[0][1].spans).clone(memory_format=torch.contiguous_format)
-        out = grad.new_zeros(shard.shape)
-        for mine, there in self.own:
-            put(out, mine.spans, take(grad, there.spans), add=True)
+
+class Places:
+    """Where in the ring one gradient lies: this rank's, and of all ranks' the boxes that are added up."""
+
+    def __init__(self, way: Way, areas: Sequence[Tensor], me: int) -> None:
+        self.way = way
+        rows = [area[: math.prod(shape)].view(shape) for area, shape in zip(areas, way.shapes, strict=True)]
+        self.mine, self.rows = rows[me], rows
+        self.parts = [take(rows[peer], spans) for _, peer, spans in way.takes] if way.alike else []
+
+    def total(self, shape: tuple[int, ...]) -> Tensor:
+        """The gradient of this rank's shard, added up in one order on whichever rank."""
+        if len(self.parts) > 1:
+            first, second, *rest = self.parts
+            out = first + second
+            for part in rest:
+                out += part
+            return out
+        out = self.mine.new_zeros(shape)
+        for place, peer, spans in self.way.takes:
+            put(out, place, take(self.rows[peer], spans), add=True)
         return out
-
-
-def _place(given: list[Transfer], giver: int, taker: int) -> tuple[int, int]:
-    """Where, in what a rank writes for others, the piece for one of them begins and ends."""
-    at = 0
-    for item in given:
-        if item.peer == taker:
-            return at, at + item.numel
-        at += item.numel if item.peer != giver else 0
-    raise AssertionError(f"rank {giver} gives rank {taker} nothing")
 
 
 class Ring:
@@ -73,28 +79,34 @@ class Ring:
         self.areas = [viewed(memory, torch.uint8, (capacity,), 2 * count * _LINE + k * capacity) for k in range(count)]
         self.me, self.count, self.head = me, 0, 0
         self.used: deque[tuple[int, int, int]] = deque()  # places others may not have read yet: number, begin, end
-        self.waiting: deque[tuple[int, Gathered, int, Tensor]] = deque()  # number, weight, begin, this rank's own part
+        self.waiting: deque[tuple[int, Gathered, Places]] = deque()  # given, not yet added up
+        self.places: dict[tuple[Gathered, int], Places] = {}  # by weight and begin
 
     @staticmethod
-    def open(gathered: Sequence[Gathered], world: World) -> Ring | None:
-        """A ring that holds two of the largest gradients; all ranks must call."""
+    def open(gathered: Sequence[Gathered], world: World, room: int) -> Ring | None:
+        """A ring of so many bytes, or of two of the largest gradients; all ranks must call."""
         ways = {g: Way(g, world) for g in gathered if g.shard.requires_grad}
-        capacity = max(RING_BYTES, 2 * max((way.size for way in ways.values()), default=0))
+        capacity = max(room, 2 * max((way.size for way in ways.values()), default=0))
         count = world.mesh.size
         memory = shared_memory(world.group(world.wide), count * (2 * _LINE + capacity))
         return Ring(memory, ways, world, capacity) if memory is not None else None
+
+    def rewind(self) -> None:
+        """Begin anew where all ranks have taken everything: the same gradient then lies in the same place in every step."""
+        self.head = 0
+        self.used.clear()
 
     @torch.no_grad()
     def give(self, gathered: Gathered, grad: Tensor) -> None:
         way = self.ways[gathered]
         begin = self._room(way.size)
-        area = self.areas[self.me][begin : begin + way.size].view(grad.dtype)
-        at = 0
-        for item in way.gives:
-            area[at : at + item.numel].view(item.shape).copy_(take(grad, item.spans))
-            at += item.numel
+        places = self.places.get((gathered, begin))
+        if places is None:
+            areas = [area[begin : begin + way.size].view(grad.dtype) for area in self.areas]
+            places = self.places[gathered, begin] = Places(way, areas, self.me)
+        places.mine.copy_(grad)
         self.given[self.me] = self.count
-        self.waiting.append((self.count, gathered, begin, way.start(gathered.shard, grad)))
+        self.waiting.append((self.count, gathered, places))
         self._take()
 
     def _room(self, size: int) -> int:
@@ -113,12 +125,8 @@ class Ring:
         """Add what everyone has given: in one order, whoever was first."""
         reached = int(self.given.min())
         while self.waiting and self.waiting[0][0] <= reached:
-            number, gathered, begin, total = self.waiting.popleft()
-            way, dtype = self.ways[gathered], gathered.shard.dtype
-            for item, low, high in way.takes:
-                area = self.areas[item.peer][begin : begin + way.size].view(dtype)
-                put(total, item.spans, area[low:high].view(item.shape), add=True)
-            add_gradient(gathered.shard, total)
+            number, gathered, places = self.waiting.popleft()
+            add_gradient(gathered.shard, places.total(gathered.shard.shape))
             self.taken[self.me] = number
 
     @torch.no_grad()
@@ -135,11 +143,13 @@ class Shared:
         self.readers = {g: reader(g.there, world, [row[g.name] for row in shelf.rows]) for g in gathered}
 
     @staticmethod
-    def open(gathered: Sequence[Gathered], state: Mapping[str, Tensor], world: World) -> Shared | None:
+    def open(
+        gathered: Sequence[Gathered], state: Mapping[str, Tensor], world: World, room: int = RING_BYTES
+    ) -> Shared | None:
         """None where the ranks share no host with room for the shards; all must call."""
         kept = {g.name: (g.there.source, g.shard.dtype) for g in gathered}
         shelf = Shelf.open(kept, world)
-        ring = Ring.open(gathered, world) if shelf is not None else None
+        ring = Ring.open(gathered, world, room) if shelf is not None else None
         if shelf is None or ring is None:
             return None
         shelf.adopt({name: state[name] for name in kept}, world)
@@ -151,6 +161,7 @@ class Shared:
 
     def begin(self) -> None:
         self.shelf.board.barrier()
+        self.ring.rewind()
 
     def finish(self) -> None:
         self.ring.finish()
@@ -170,9 +181,7 @@ class Shared:
 
     @torch.no_grad()
     def fetch(self, gathered: Gathered) -> Tensor:
-        out = gathered.shard.new_empty(gathered.shape)
-        self.readers[gathered](out)
-        return out
+        return self.readers[gathered]()
 
     def refill(self, gathered: Gathered, user: str) -> Tensor:
         return self.fetch(gathered)

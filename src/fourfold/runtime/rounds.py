@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fourfold.plans.buckets import CHUNK_BYTES
+from fourfold.runtime import wire
 from fourfold.runtime.board import shared_memory, viewed
-from fourfold.runtime.world import World, all_gather_single
+from fourfold.runtime.world import World
 
 Chunk = list[tuple[int, int, int]]
 """Number of a tensor, and its rows from one to before another."""
@@ -34,6 +35,7 @@ class Rounds:
         self.group, self.turn = world.group(axes, "gradients"), 0
         size = self.length * first.element_size()
         self.board = world.board(axes) if first.device.type == "cpu" else None
+        self.first = wire.alone(world, axes, self.length * (len(slices) - 1), "gradients")
         memory = shared_memory(self.group, 2 * len(slices) * size) if self.board is not None else None
         self.shared = memory is not None
         if memory is not None:
@@ -69,7 +71,7 @@ class Rounds:
         for part, piece in self._pieces(self.me, number, row):
             piece.copy_(part)
         rows = row.new_empty((len(self.slices), self.length))
-        all_gather_single(rows.view(-1), row, group=self.group)
+        wire.all_gather(rows, row, self.group, first=self.first).wait()
         return list(rows)
 
     def _pieces(self, member: int, number: int, row: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput
 from fourfold.plans.mesh import Mesh
-from fourfold.runtime.board import CAPACITY, Board
+from fourfold.runtime.board import CAPACITY, Board, hosts
 from fourfold.runtime.launch import keep_memory
 
 # newer torch renamed these two; the old names still work there, with a warning
@@ -40,6 +40,7 @@ class World:
         self.ranks = ranks or tuple(range(mesh.size))
         self.coords = mesh.coords(rank)
         self._boards: dict[tuple[str, ...], Board | None] = {}
+        self._hosts: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for axes in sorted(set(wanted)):
             self._make("inline", axes)
@@ -121,6 +122,12 @@ class World:
         if axes not in self._boards:
             self._boards[axes] = Board.open(self.group(axes), TIMEOUT.total_seconds())
         return self._boards[axes]
+
+    def hosts(self, axes: tuple[str, ...], purpose: str = "inline") -> tuple[str, ...]:
+        """Of the ranks along the axes; all must ask. A GPU's collectives know their way: one for all."""
+        if axes not in self._hosts:
+            self._hosts[axes] = hosts(self.group(axes, purpose)) if self.device.type == "cpu" else ("",)
+        return self._hosts[axes]
 
     @staticmethod
     def shared(mesh: Mesh, device: torch.device) -> World:
