@@ -19,6 +19,7 @@ from fourfold.cluster import (
     Measured,
     Nodes,
     Sources,
+    Waits,
     cluster_named,
     cluster_text,
     load_cluster,
@@ -65,6 +66,12 @@ ranks = 4
 size_bytes = [1024, 1048576]
 time_us = [50, 400.5]
 spread_us = [2, 10]
+[[waits]]
+level = "ethernet"
+ranks = 2
+groups = 2
+computing_ms = [3, 12]
+time_ms = [1.5, 3]
 """
 
 
@@ -107,6 +114,7 @@ def test_any_numbers_and_texts_survive_exactly(tmp_path_factory, amounts: list[f
     memory, bandwidth, rate, launch, latency, speed, over = amounts
     sources = Sources(whole=text, single=(("bandwidth", text),))
     curve = Curve(collective="send", level=text, ranks=2, sizes=tuple(sorted(rising)), seconds=tuple(rising), source=text)
+    waits = Waits(level=text, ranks=2, computing=tuple(sorted(rising)), seconds=tuple(rising), source=text)
     cluster = Cluster(
         name=text,
         about=text,
@@ -114,7 +122,7 @@ def test_any_numbers_and_texts_survive_exactly(tmp_path_factory, amounts: list[f
                       asynchronous=True, on_chip=memory, sources=sources),),
         nodes=(Nodes(count=2, device=text, devices=1),),
         links=(Link(name=text, latency=latency, bandwidth=speed, oversubscription=1 + over, sources=sources),),
-        measured=Measured(curves=(curve,), kernels=text),
+        measured=Measured(curves=(curve,), waits=(waits,), kernels=text),
         size=1,
     )  # fmt: skip
     assert through_file(cluster, tmp_path_factory.getbasetemp()) == cluster
@@ -154,6 +162,10 @@ def test_any_numbers_and_texts_survive_exactly(tmp_path_factory, amounts: list[f
         (('level = "nvlink"', 'level = "nvlnk"'), r"measured 1: level: names 'nvlnk', which is no link; did you mean 'nvlink'"),
         (("time_us = [50, 400.5]", "time_us = [50]"), r"2 sizes, 1 times"),
         (("time_us = [50, 400.5]", "time_us = 50"), r"measured 1: time_us: is 50, a list of numbers is needed"),
+        (('level = "ethernet"', 'level = "ether"'), r"waits 1: level: names 'ether', which is no link; did you mean"),
+        (("computing_ms = [3, 12]", "computing = [3, 12]"), r"waits 1: computing: has no unit; write computing_"),
+        (("computing_ms = [3, 12]", "computing_ms = [12, 3]"), r"computing times must be positive and rise"),
+        (("computing_ms = [3, 12]", "computing_ms = [3]"), r"1 computing times and 2 times"),
         (('"all_reduce"', '"allreduce"'), r"collective: is 'allreduce', .*did you mean 'all_reduce'"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cluster import COLLECTIVES, Cluster, Collective, Curve, Link, Measured, preset
-from fourfold.oracle.collectives import FORMULAS, collective_cost, neighbour_time
+from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Waits, preset
+from fourfold.oracle.collectives import FORMULAS, collective_cost, measured_cost, neighbour_time, waiting
 from fourfold.oracle.curves import reading, rising
 from fourfold.oracle.traffic import ALONE, Channel, Groups, traffic
 
@@ -40,7 +40,7 @@ def with_links(cluster: Cluster, change: Callable[[Link], Link]) -> Cluster:
     return replace(cluster, links=tuple(change(link) for link in cluster.links))
 
 
-collectives = st.sampled_from(COLLECTIVES)
+collectives = st.sampled_from(sorted(FORMULAS))
 sizes = st.floats(1, 1e10)
 layouts = st.sampled_from(
     [
@@ -189,6 +189,23 @@ def test_a_measured_curve_goes_before_the_formula() -> None:
 def test_a_curve_of_other_groups_is_not_used(groups: Groups) -> None:
     cost = collective_cost(measured(), traffic(ABCI, groups), "all_reduce", 1e6)
     assert not cost.measured and cost == collective_cost(ABCI, traffic(ABCI, groups), "all_reduce", 1e6)
+
+
+def test_what_was_not_measured_has_no_measured_cost() -> None:
+    groups = traffic(ABCI, [range(4)])
+    assert measured_cost(measured(), groups, "all_reduce", 1e6) == collective_cost(measured(), groups, "all_reduce", 1e6)
+    assert measured_cost(measured(), groups, "shared_give", 1e6) is None
+    assert measured_cost(measured(), traffic(ABCI, [range(3)]), "all_reduce", 1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("computing", "longer"), [(0.0, 0.0), (1e-3, 0.0), (4e-3, 0.0), (8e-3, 1e-3), (12e-3, 2e-3), (1.0, 2e-3)]
+)
+def test_after_long_computing_an_exchange_takes_longer_and_never_less_than_its_curve(computing: float, longer: float) -> None:
+    waits = Waits(level="nvlink", ranks=4, computing=(4e-3, 12e-3, 50e-3), seconds=(1e-3, 3e-3, 3e-3))
+    cluster = replace(ABCI, measured=Measured(waits=(waits,)))
+    assert waiting(cluster, traffic(ABCI, [range(4)]), computing) == pytest.approx(longer, abs=1e-9)
+    assert waiting(cluster, traffic(ABCI, [range(3)]), computing) == 0.0
 
 
 def test_beyond_the_measured_sizes_the_answer_says_so() -> None:

@@ -14,7 +14,7 @@ from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
-from fourfold.gauge.collectives import Effort, Found
+from fourfold.gauge.collectives import Effort, Found, waited
 from fourfold.gauge.kernels import Rounds, _links, arithmetic, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, here
 from fourfold.gauge.middle import strays
@@ -27,7 +27,8 @@ from ranks import pool
 from small import graph_of
 
 QUICK = Effort(sizes=(256.0, 65536.0), rounds=2)
-KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shared_gather", "shared_sum"}
+SHARED = {"shared_gather", "shared_sum", "shared_fetch", "shared_give"}
+KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", *SHARED}
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +113,30 @@ def test_groups_of_every_size_are_measured_alone_and_all_at_once() -> None:
     assert found == {("all_gather", 2, 2), ("all_gather", 2, 1), ("all_gather", 4, 1)}
 
 
+def test_an_exchange_is_timed_after_ever_more_computing() -> None:
+    (request,) = [r for r in requests(["a", "a"]) if r.collective == "all_gather"]
+    found = pool(2)(waited, replace(request, crowd=2.0))
+    assert found[0] == found[1], "the mean over both ranks"
+    computing = [busy for busy, _ in found[0]]
+    assert computing[1] > 2 * computing[0] and computing[2] > 2 * computing[1] > 0
+
+
+def test_where_ranks_take_turns_waits_are_told_with_the_curves() -> None:
+    so_far = _SoFar(local(4), 4, 1.0)
+    request = requests(["a"] * 4)[0]
+    so_far.next_round(1.0, [])
+    so_far.add(request, 1.0, Found(points=((10.0, 1.0),), computing=()))
+    for seconds in (2.0, 3.0, 4.0):
+        so_far.add_waits(request, 1.0, [(1e-3, seconds), (1e-2, 2 * seconds)])
+    waits = so_far._waits(request)
+    assert (waits.ranks, waits.groups) == (len(request.groups[0]), len(request.groups))
+    assert waits.computing == pytest.approx((1e-3, 1e-2)) and waits.seconds == pytest.approx((3.0, 6.0))
+
+
 def test_between_hosts_nothing_goes_through_common_memory() -> None:
     found = requests(["a", "b"])
     assert {r.level for r in found} == {"network"}
-    assert not {r.collective for r in found} & {"shared_gather", "shared_sum"}
+    assert not [r for r in found if r.collective.startswith("shared")]
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a", "b"]], ids=["uneven", "by turns"])

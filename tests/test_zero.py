@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fourfold as ff
+from fourfold.cluster import Cluster, Curve, Measured, local, preset
 from fourfold.errors import InvalidInput, WorkerFailed
 from fourfold.graph.capture import capture
 from fourfold.index import IndexSet
-from fourfold.plans import Mesh, Plan, lower, named
+from fourfold.oracle.prices import Prices
+from fourfold.oracle.stage import StagePrices
+from fourfold.plans import Mesh, Plan, lower, named, pipeline
+from fourfold.plans.buckets import LARGE, gathered
 from fourfold.plans.layout import Layout
 from fourfold.plans.plan import Segment
-from fourfold.runtime import rounds
+from fourfold.runtime import rounds, wire
+from fourfold.runtime.carrier import Gathered
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.ring import Shared
@@ -30,7 +36,7 @@ from fourfold.runtime.trial import Task, optimizer_named, run_task, runner
 from fourfold.runtime.wired import Wired
 from fourfold.runtime.zero import Weights
 from ranks import pool
-from small import Subject, assert_equal, batch_of, built_in, graph_of, subject
+from small import SMALL, Subject, assert_equal, batch_of, built_in, graph_of, subject
 
 VGG = "vgg16-cifar"
 
@@ -86,6 +92,16 @@ def test_without_zero_a_rank_updates_what_it_stores_and_nothing_is_gathered() ->
     assert not [move for move in program.moves() if move.kind == "parameter"]
 
 
+@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize("strategy", ["data", "data+filter"])
+def test_ops_are_divided_as_without_zero_however_weights_are_stored(name: str, strategy: str) -> None:
+    plain = lower(graph_of(name), plan_of(name, strategy, 4, 0))
+    program = lower(graph_of(name), plan_of(name, strategy, 4, 3))
+    again = lower(graph_of(name), plan_of(name, strategy, 4, 3), like=program)  # evaluation, other micro-batches
+    for found in (program, again):
+        assert {c.op.path: c.choice for c in found.computes()} == {c.op.path: c.choice for c in plain.computes()}
+
+
 def test_on_one_rank_zero_changes_nothing() -> None:
     plain = lower(graph_of(VGG), plan_of(VGG, "data", 1, 0))
     for zero in (1, 3):
@@ -134,15 +150,22 @@ def apart() -> Iterator[Ranks]:
     ranks.close()
 
 
+def large_from(elements: int) -> None:
+    wire.LARGE = elements
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["collectives", "messages"])
 @pytest.mark.parametrize(
     ("name", "strategy", "zero", "microbatches"),
     [(VGG, "data", 3, 3), (VGG, "data", 1, 1), ("gpt2", "filter", 3, 1), ("gpt2", "data", 3, 3), ("unet3d", "spatial", 3, 1)],
 )
 def test_zero_over_sockets_gives_the_numbers_of_one_rank(
-    apart: Ranks, name: str, strategy: str, zero: int, microbatches: int
+    apart: Ranks, name: str, strategy: str, zero: int, microbatches: int, large: bool
 ) -> None:
     plan = plan_of(name, strategy, 3, zero, microbatches=microbatches)
+    apart(large_from, 1 if large else LARGE)
     assert_equal(built_in(name).errors(plan, ranks=apart))
+    apart(large_from, LARGE)
 
 
 class Mixed(nn.Module):
@@ -310,6 +333,76 @@ def test_gathered_weights_do_not_outlive_their_use(apart: Ranks, sockets: bool) 
         if not sockets:
             assert facts["at once"] <= facts["largest"] + 8 * 64  # a weight and its bias
             assert facts["in backward"] <= 2 * facts["largest"]
+
+
+def copied(task: Task) -> Counter[tuple[str, str]]:
+    """How often a step copies each weight together, and deals its gradient out."""
+    data = torch.load(task.data)
+    running = runner(task, data["state"], Randomness(exact=True))
+    carrier = running.executors[0].weights.carrier
+    assert isinstance(carrier, Shared)
+    counts: Counter[tuple[str, str]] = Counter()
+    fetch, give = carrier.fetch, carrier.give
+
+    def fetched(weight: Gathered) -> Tensor:
+        counts["fetch", weight.name] += 1
+        return fetch(weight)
+
+    def given(weight: Gathered, grad: Tensor) -> None:
+        counts["give", weight.name] += 1
+        give(weight, grad)
+
+    carrier.fetch, carrier.give = fetched, given  # type: ignore[method-assign]
+    running.forward_backward(dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True)))
+    return counts
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_the_oracle_prices_each_copy_of_a_weight_that_is_made(name: str) -> None:
+    built, plan = built_in(name), plan_of(name, "data", 2, 3)
+    made = pipeline(graph_of(name), plan)
+    prices = Prices(cluster=with_copies(fetch=1.0, give=1000.0))
+    stage = StagePrices(made.parts[0], plan.sizes[0], prices, made.cut.live, {})
+    weights = {move.value for move in gathered(made.parts[0].program)}
+    priced = Counter({("fetch", v): 0 for v in weights})
+    for item in (*stage.forward(), *stage.backward()):
+        if item.label in weights and item.category == "gradient_exchange":
+            priced[("give" if item.seconds > 100 else "fetch"), item.label] += 1
+    for counts in pool(2)(copied, replace(built.task, plan=plan)):
+        for key in priced.keys() | counts.keys():
+            vector = len(made.graph.values[key[1]].shape) < 2  # a norm's bias, those of an LSTM: only some versions need them
+            assert counts[key] <= priced[key] <= counts[key] + vector, key
+
+
+def refilled(task: Task) -> list[str]:
+    """The weights that travel again for backward, in the order of their bunches."""
+    data = torch.load(task.data)
+    running = runner(task, data["state"], Randomness(exact=True))
+    running.forward_backward(dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True)))
+    carrier = running.executors[0].weights.carrier
+    assert isinstance(carrier, Wired)
+    (found,) = carrier.refills.values()
+    return [weight.name for bunch in found.bunches for weight in bunch.members]
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_between_hosts_the_oracle_sends_again_for_what_backward_needs_alone(apart: Ranks, name: str) -> None:
+    built, plan = built_in(name), plan_of(name, "data", 3, 3)
+    made = pipeline(graph_of(name), plan)
+    stage = StagePrices(made.parts[0], plan.sizes[0], Prices(cluster=preset("ethernet-1g")), made.cut.live, {})
+    matrices = {name for name, value in made.graph.values.items() if len(value.shape) > 1}  # of others, see above
+    priced = [move.value for bunch in stage.gathers.again for move in bunch if move.value in matrices]
+    for travelled in apart(refilled, replace(built.task, plan=plan)):
+        assert priced == [name for name in travelled if name in matrices]
+
+
+def with_copies(**seconds: float) -> Cluster:
+    """Two ranks where a weight takes so long, whatever its size."""
+    curves = [
+        Curve(collective=f"shared_{word}", level="loopback", ranks=2, sizes=(1.0, 1e9), seconds=(time, time))  # type: ignore[arg-type]
+        for word, time in seconds.items()
+    ]
+    return replace(local(2), measured=Measured(curves=tuple(curves)))
 
 
 # --- what is refused, and evaluation ---

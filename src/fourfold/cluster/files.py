@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fourfold.cluster import quantity as q
 from fourfold.cluster.cache import write_whole
-from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured
+from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured, Waits
 from fourfold.cluster.parts import KINDS, OPTIMIZERS, PRECISIONS, Device, Kind, Link, Nodes, Sources
 from fourfold.cluster.spec import Cluster
 from fourfold.cluster.table import SOURCE, Table, read_table, toml_text
@@ -35,20 +35,22 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def _cluster(table: Table) -> Cluster:
-    table.check(["version", "name", "about", "in_use", "kernels", "device", "nodes", "link", "measured"])
+    table.check(["version", "name", "about", "in_use", "kernels", "device", "nodes", "link", "measured", "waits"])
     if (version := table.whole("version")) != VERSION:
         table.fail("version", f"is {version}, this Fourfold reads {VERSION}")
     kinds = tuple(_device(name, entry) for name, entry in table.named_tables("device").items())
     runs = tuple(_nodes(entry, [kind.name for kind in kinds]) for entry in table.tables("nodes"))
     links = tuple(_link(entry) for entry in table.tables("link"))
-    curves = tuple(_curve(entry, [link.name for link in links]) for entry in table.tables("measured"))
+    names = [link.name for link in links]
+    curves = tuple(_curve(entry, names) for entry in table.tables("measured"))
+    waits = tuple(_waits(entry, names) for entry in table.tables("waits"))
     return Cluster(
         name=table.text("name"),
         about=table.text("about", ""),
         kinds=kinds,
         nodes=runs,
         links=links,
-        measured=Measured(curves=curves, kernels=table.text("kernels", "")),
+        measured=Measured(curves=curves, waits=waits, kernels=table.text("kernels", "")),
         size=table.whole("in_use", max(1, sum(run.count * run.devices for run in runs))),
     )
 
@@ -102,12 +104,9 @@ def _link(table: Table) -> Link:
 
 def _curve(table: Table, known: list[str]) -> Curve:
     table.check(["collective", "level", "ranks", "groups"], [q.SIZE, q.TIME, q.SPREAD])
-    level = table.text("level")
-    if level not in known:
-        table.fail("level", f"names {level!r}, which is no link{nearest(level, known)}")
     return Curve(
         collective=cast(Collective, table.chosen("collective", COLLECTIVES)),
-        level=level,
+        level=_level(table, known),
         ranks=table.whole("ranks"),
         groups=table.whole("groups", 1),
         sizes=table.amounts(q.SIZE),
@@ -115,6 +114,25 @@ def _curve(table: Table, known: list[str]) -> Curve:
         spreads=table.amounts(q.SPREAD),
         source=table.text(SOURCE, ""),
     )
+
+
+def _waits(table: Table, known: list[str]) -> Waits:
+    table.check(["level", "ranks", "groups"], [q.COMPUTING, q.TIME])
+    return Waits(
+        level=_level(table, known),
+        ranks=table.whole("ranks"),
+        groups=table.whole("groups", 1),
+        computing=table.amounts(q.COMPUTING),
+        seconds=table.amounts(q.TIME),
+        source=table.text(SOURCE, ""),
+    )
+
+
+def _level(table: Table, known: list[str]) -> str:
+    level = table.text("level")
+    if level not in known:
+        table.fail("level", f"names {level!r}, which is no link{nearest(level, known)}")
+    return level
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -130,6 +148,7 @@ def cluster_text(cluster: Cluster) -> str:
     data["nodes"] = [_nodes_entries(run) for run in cluster.nodes]
     data["link"] = [_link_entries(link) for link in cluster.links]
     data["measured"] = [_curve_entries(curve) for curve in cluster.measured.curves]
+    data["waits"] = [_waits_entries(waits) for waits in cluster.measured.waits]
     return toml_text(data)
 
 
@@ -165,11 +184,19 @@ def _link_entries(link: Link) -> dict[str, Any]:
 
 def _curve_entries(curve: Curve) -> dict[str, Any]:
     data: dict[str, Any] = {"collective": curve.collective, "level": curve.level, "ranks": curve.ranks, "groups": curve.groups}
-    for quantity, values in ((q.SIZE, curve.sizes), (q.TIME, curve.seconds), (q.SPREAD, curve.spreads)):
-        if values:
-            key, numbers = quantity.written(*values)
-            data[key] = numbers
-    return data | ({SOURCE: curve.source} if curve.source else {})
+    amounts = _amounts((q.SIZE, curve.sizes), (q.TIME, curve.seconds), (q.SPREAD, curve.spreads))
+    return data | amounts | ({SOURCE: curve.source} if curve.source else {})
+
+
+def _waits_entries(waits: Waits) -> dict[str, Any]:
+    data = {"level": waits.level, "ranks": waits.ranks, "groups": waits.groups}
+    amounts = _amounts((q.COMPUTING, waits.computing), (q.TIME, waits.seconds))
+    return data | amounts | ({SOURCE: waits.source} if waits.source else {})
+
+
+def _amounts(*lists: tuple[q.Quantity, tuple[float, ...]]) -> dict[str, list[float]]:
+    """Those lists that have numbers."""
+    return dict(quantity.written(*values) for quantity, values in lists if values)
 
 
 def _amount(quantity: q.Quantity, value: float) -> dict[str, Any]:

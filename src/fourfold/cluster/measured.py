@@ -14,9 +14,11 @@ from typing import Literal, get_args
 from fourfold.errors import InvalidInput
 
 Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "shared_gather", "shared_sum"
-]
-"""The last two go through memory that the ranks of one node share: small gathers, and sums of gradients."""
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send",
+    "shared_gather", "shared_sum", "shared_fetch", "shared_give",
+]  # fmt: skip
+"""The last four go through memory that the ranks of one node share: small gathers, sums of gradients and, where weights are
+stored divided, a weight copied together and a gradient dealt out, which wait for nobody: their times are a rank's own work."""
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
@@ -24,8 +26,8 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 class Curve:
     """The times of one collective in groups of one size that reach up to one link level.
 
-    A size is in bytes: of the tensor (`all_reduce`, `broadcast`, `send`, `shared_sum`), of one rank's part (`all_gather`,
-    `reduce_scatter`, `shared_gather`), of all that a rank gives to others (`all_to_all`).
+    A size is in bytes: of the tensor (`all_reduce`, `broadcast`, `send`, `shared_sum`, `shared_fetch`, `shared_give`), of one
+    rank's part (`all_gather`, `reduce_scatter`, `shared_gather`), of all that a rank gives to others (`all_to_all`).
     """
 
     collective: Collective
@@ -60,10 +62,34 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """The times of one small exchange by how long its ranks computed before it, where they take turns on cores: the longer, the
+    further apart they come to it, and the less of it is in their caches. The first is what curves were measured with."""
+
+    level: str  # the name of a link
+    ranks: int  # in one group
+    groups: int = 1  # that did the same at the same time
+    computing: tuple[float, ...]  # seconds before the exchange, rising
+    seconds: tuple[float, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        name = f"measured waits of {self.groups} groups of {self.ranks} ranks over {self.level}"
+        if not self.computing or len(self.seconds) != len(self.computing):
+            raise InvalidInput(f"{name} have {len(self.computing)} computing times and {len(self.seconds)} times; "
+                               "give as many of each")  # fmt: skip
+        if not all(low < high for low, high in pairwise((0.0, *self.computing, math.inf))):
+            raise InvalidInput(f"{name}: computing times must be positive and rise")
+        if not all(0 < s < math.inf for s in self.seconds):
+            raise InvalidInput(f"{name}: times must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Everything measured on a cluster. Nothing, unless it was calibrated."""
 
     curves: tuple[Curve, ...] = ()
+    waits: tuple[Waits, ...] = ()
     kernels: str = ""  # name of the table of op kernels in the cache
 
     def __post_init__(self) -> None:

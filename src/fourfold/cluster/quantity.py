@@ -62,6 +62,7 @@ PACE = Quantity("pace", _SECONDS, zero=True)
 SIZE = Quantity("size", {"bytes": Fraction(1)})
 TIME = Quantity("time", _SECONDS)
 SPREAD = Quantity("spread", _SECONDS, zero=True)
+COMPUTING = Quantity("computing", _SECONDS)
 
 
 def update(optimizer: str) -> Quantity:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, local
+from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, Waits, local
 from fourfold.cluster.local import usable_cores
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
-from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates
+from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates, waited
 from fourfold.gauge.middle import apart, middle, strays
 from fourfold.gauge.pace import felt, keep_pace, kept_pace, pace_now
 from fourfold.plans.mesh import divisors
@@ -29,6 +29,7 @@ from fourfold.runtime.crew import Crew, is_leader
 LOOPBACK = "loopback"
 LEAST = 1e-6  # seconds: what a collective costs at least
 NEAR = 1.05  # a pace that much slower than the middle one is kept: times compare only at one
+WAITING: Collective = "all_gather"  # the exchange that shows what long computing before it does
 SENT = Sources(whole="calibration, from sends between two ranks")
 
 
@@ -63,6 +64,8 @@ def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) 
             yield Progress(cluster=cluster, done=done, of=of, next=words)
             pace = ranks(pace_now)[0]
             so_far.add(request, pace, ranks(measured, request, sizes)[request.groups[0][0]])
+            if request.collective == WAITING and request.crowd > 1 and number < effort.rounds:
+                so_far.add_waits(request, ranks(pace_now)[0], ranks(waited, request)[request.groups[0][0]])
         done, cluster = done + 1, so_far.cluster()
     if is_leader():
         keep_pace(cluster.kinds[0].pace)
@@ -77,6 +80,7 @@ class _SoFar:
         self.base, self.ranks, self.before = base, ranks, before
         self.facts: list[tuple[float, dict[str, float]]] = []  # with the pace of the moment, as all that follow
         self.blocks: dict[Request, dict[float, list[tuple[float, float]]]] = {}
+        self.stretches: dict[Request, list[tuple[float, list[tuple[float, float]]]]] = {}
         self.computing: list[list[float]] = []  # by round
         self.paces: list[float] = []
 
@@ -93,6 +97,10 @@ class _SoFar:
             known.setdefault(size, []).append((pace, seconds))
         if sum(map(len, request.groups)) == self.ranks:
             self.computing[-1] += found.computing
+
+    def add_waits(self, request: Request, pace: float, found: list[tuple[float, float]]) -> None:
+        """One more round of an exchange after ever more computing."""
+        self.stretches.setdefault(request, []).append((pace, found))
 
     @property
     def pace(self) -> float:
@@ -113,7 +121,8 @@ class _SoFar:
             device = replace(device, drift=_rounded(drift(rounds)))
         curves = tuple(self._curve(request) for request in self.blocks)
         links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
-        return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves))
+        waits = tuple(self._waits(request) for request in self.stretches)
+        return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves, waits=waits))
 
     def unsure(self) -> list[tuple[Request, tuple[float, ...]]]:
         """Curves with a time that is not known yet, and their sizes up to the last such."""
@@ -127,9 +136,27 @@ class _SoFar:
 
     def _told(self, request: Request) -> dict[float, list[float]]:
         """By size, the times of a collective at the pace."""
-        power = felt() if request.level == LOOPBACK else 0.0  # cores carry these; a wire keeps its own pace
         found = self.blocks[request].items()
-        return {size: [seconds * (self.pace / pace) ** power for pace, seconds in times] for size, times in found}
+        return {size: [seconds * self._speed(request, pace) for pace, seconds in times] for size, times in found}
+
+    def _speed(self, request: Request, pace: float) -> float:
+        """What makes a time of a moment one at the pace: cores carry exchanges within a host; a wire keeps its own pace."""
+        return (self.pace / pace) ** (felt() if request.level == LOOPBACK else 0.0)
+
+    def _waits(self, request: Request) -> Waits:
+        rounds = [
+            [(busy * (self.pace / pace) ** felt(1.0), seconds * self._speed(request, pace)) for busy, seconds in found]
+            for pace, found in self.stretches[request]
+        ]
+        computing, seconds = zip(*(map(middle, zip(*points, strict=True)) for points in zip(*rounds, strict=True)), strict=True)
+        return Waits(
+            level=request.level,
+            ranks=len(request.groups[0]),
+            groups=len(request.groups),
+            computing=tuple(_rounded(one) for one in computing),
+            seconds=tuple(_rounded(max(one, LEAST)) for one in seconds),
+            source=f"calibration, middle of {len(rounds)} rounds, torch {torch.__version__}",
+        )
 
     def _curve(self, request: Request) -> Curve:
         told = self._told(request)
@@ -176,7 +203,7 @@ def requests(hosts: list[str]) -> list[Request]:
             inside = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
             kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
             kinds += ["send"] if size == 2 else []
-            kinds += ["shared_gather", "shared_sum"] if inside else []
+            kinds += ["shared_gather", "shared_sum", "shared_fetch", "shared_give"] if inside else []
             level = LOOPBACK if inside else "network"
             busy = Counter(hosts[rank] for group in groups for rank in group)
             crowd = max(1.0, max(busy.values()) / usable_cores())

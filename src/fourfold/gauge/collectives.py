@@ -12,7 +12,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +21,21 @@ import torch.distributed as dist
 
 from fourfold.cluster import Collective
 from fourfold.cluster.parts import OPTIMIZERS
+from fourfold.plans.buckets import RING_BYTES, gradient_bytes
+from fourfold.plans.exchange import Exchange
+from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.runtime import wire
 from fourfold.runtime.board import CAPACITY, Board
+from fourfold.runtime.carrier import Gathered
+from fourfold.runtime.ring import Shared
 from fourfold.runtime.shared_sum import SharedSums
 from fourfold.runtime.trial import optimizer_named
-from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
+from fourfold.runtime.world import World
 
+DATA = ("data",)  # the axis of the ranks of a group
+ALONE: tuple[Collective, ...] = ("shared_fetch", "shared_give")  # wait for nobody: a rank's own work counts
+PLACES = 8  # for gradients that are dealt out: ranks may be so many repetitions apart
 MORE = 3  # times as many rounds at most, for what strays
 REPEATS = 32
 LEAST_REPEATS = 2
@@ -35,6 +45,9 @@ SLOWEST = 3.0  # seconds: sizes that should take longer once are left out, there
 OUTLIERS = 10  # of so many repetitions, one is left out
 STRETCH = 2e-3  # seconds of computing before each repetition, and about as much for
 FORGOTTEN = 8 * 2**20  # bytes written, and as many read: together what lies between two exchanges of small networks
+STRETCHES = {1: 32, 4: 16, 16: 8}  # times as much of it, for what long computing does to exchanges; and repetitions
+MOST_FORGOTTEN = 4  # times as many bytes at most: caches are full then
+WAITED = 2**16  # bytes of the exchange for that
 UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
 MATRIX = 512  # size of the product that gives the rate
 COPIED = 64 * 2**20  # bytes copied for the bandwidth: more than the caches of a processor hold
@@ -87,12 +100,12 @@ def measured(request: Request, sizes: Sequence[float]) -> Found:
         once = run(int(size))
         spent = _once(once)
         repeats = max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent)))
-        blocks[size] = _block(once, stretch, group, request.crowd, repeats)
+        blocks[size] = _block(once, stretch, group, request, repeats)
         if spent * larger / size > SLOWEST:
             break
     if group is not None:
         dist.destroy_process_group(group)
-    there = 0.5 if request.collective == "send" else 1.0
+    there = 0.5 if request.collective in ("send", *ALONE) else 1.0
     long = [block for block in blocks.values() if block.repeats == REPEATS]  # short ones begin unevenly
     return Found(
         points=tuple((size, there * block.seconds) for size, block in blocks.items()),
@@ -100,12 +113,25 @@ def measured(request: Request, sizes: Sequence[float]) -> Found:
     )
 
 
+def waited(request: Request) -> list[tuple[float, float]]:
+    """Seconds of computing, and of a small collective after it, by `STRETCHES`; all ranks of the process group must call."""
+    mine = next((group for group in request.groups if dist.get_rank() in group), None)
+    made = {group: dist.new_group(list(group)) for group in request.groups}
+    group = made[mine] if mine is not None else None
+    once, usual = _collectives(request, mine, group)(WAITED), _Stretch(mine is not None)
+    blocks = [_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
+    if group is not None:
+        dist.destroy_process_group(group)
+    return [(block.busy, block.seconds) for block in blocks]
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Seconds of a collective, and of the computing before it."""
+    """Seconds of a collective, and before it of the computing that is the same each time, and of all."""
 
     seconds: float
     computing: float
+    busy: float
     repeats: int
 
 
@@ -120,26 +146,31 @@ def _once(once: Callable[[], Any]) -> float:
     return float(spent)
 
 
-def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, crowd: float, repeats: int) -> _Block:
+def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Request, repeats: int) -> _Block:
     """Computing and the collective, several times: the mean over all ranks that take part, without the longest few. Where ranks
-    take turns on cores, long times are the rule and not a disturbance: what one group loses another has won, so all count."""
+    take turns on cores, long times are the rule and not a disturbance: what one group loses another has won, so all count.
+    Of what waits for nobody, the rank's own work counts."""
     dist.barrier()
-    spent, computing = [], []
+    spent, computing, busy = [], [], []
+    alone = request.collective in ALONE
+    crowd = 1.0 if alone else request.crowd
     for _ in range(repeats):
-        begun, busy = time.perf_counter(), time.thread_time()
+        begun, working = time.perf_counter(), time.thread_time()
         stretch.forget()
         ready = time.perf_counter()
         stretch()
-        came, busy = time.perf_counter(), time.thread_time() - busy
+        came, worked = time.perf_counter(), time.thread_time()
         once()
-        done = time.perf_counter()
-        spent.append(done - came if crowd == 1 else done - begun - crowd * busy)
+        done, own = time.perf_counter(), time.thread_time() - worked
+        worked -= working
+        spent.append(own if alone else done - came if crowd == 1 else done - begun - crowd * worked)
         computing.append(came - ready)
-    sums = float(group is not None) * torch.tensor([*spent, *computing, 1.0], dtype=torch.float64)
+        busy.append(worked)
+    sums = float(group is not None) * torch.tensor([spent, computing, busy, [1.0] * repeats], dtype=torch.float64)
     dist.all_reduce(sums)
     shared = (sums[:-1] / sums[-1]).tolist()
     mean = _mean if crowd == 1 else statistics.mean
-    return _Block(mean(shared[:repeats]), statistics.mean(shared[repeats:]), repeats)
+    return _Block(mean(shared[0]), statistics.mean(shared[1]), statistics.mean(shared[2]), repeats)
 
 
 def _mean(times: list[float]) -> float:
@@ -160,6 +191,13 @@ class _Stretch:
         dist.broadcast(times, 0)
         self.times = max(1, round(times.item())) if busy else 0
 
+    def longer(self, times: int) -> _Stretch:
+        """So many times as much of both."""
+        out = copy(self)
+        out.times = times * self.times
+        out.others = torch.zeros(2, min(times, MOST_FORGOTTEN) * self.others.shape[1])
+        return out
+
     def forget(self) -> None:
         """Fill the caches with something else."""
         self.others[0].fill_(1.0)
@@ -175,24 +213,36 @@ def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> 
     if mine is None:
         return lambda size: lambda: None
     count, kind = len(mine), request.collective
-    if kind in ("shared_gather", "shared_sum"):
-        return _shared(kind, group, mine)
+    world = World(Mesh.of(data=count), rank=mine.index(dist.get_rank()), device=torch.device("cpu"), ranks=mine)
+    world._groups["inline", DATA] = group
+    if kind.startswith("shared"):
+        return _shared(kind, group, world)
 
     def run(size: int) -> Callable[[], Any]:
         n = max(size // 4, 1)
         one, all_of = torch.zeros(n), torch.zeros(n * count)
         if kind == "all_reduce":
             return lambda: dist.all_reduce(one, group=group)
+        first = wire.alone(world, DATA, n * (count - 1))
         if kind == "all_gather":
-            return lambda: all_gather_single(all_of, one, group=group)
+            return lambda: wire.all_gather(all_of, one, group, first=first).wait()
         if kind == "reduce_scatter":
-            return lambda: reduce_scatter_single(one, all_of, group=group)
+            return lambda: wire.reduce_scatter(one, all_of, group, first=first)
         if kind == "all_to_all":
-            n = max(n // (count - 1), 1) * count
-            return lambda: dist.all_to_all_single(torch.empty(n), torch.zeros(n), group=group)
+            return _all_to_all(world, max(n // (count - 1), 1), group)
         return lambda: _ping(one, mine)  # there and back: `measured` halves it
 
     return run
+
+
+def _all_to_all(world: World, each: int, group: Any) -> Callable[[], Any]:
+    """So many elements from every rank for every other; within a host gloo copies as many for the rank itself, about what a
+    program does beside it."""
+    count, me = world.mesh.size, world.rank
+    first = wire.apart(world, DATA, each * (count - 1))
+    parts = [0 if first and k == me else each for k in range(count)]
+    total = sum(parts)
+    return lambda: wire.all_to_all(torch.empty(total), torch.zeros(total), parts, parts, group, first=first).wait()
 
 
 def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
@@ -206,13 +256,12 @@ def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
         dist.send(tensor, other)
 
 
-def _shared(kind: str, group: Any, mine: tuple[int, ...]) -> Callable[[int], Callable[[], Any]]:
+def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any]]:
     if kind == "shared_gather":
         board = Board.open(group, 60.0)
         return lambda size: (lambda: board.gather(torch.zeros(max(size // 4, 1)))) if board is not None else (lambda: None)
-    mesh = Mesh.of(data=len(mine))
-    world = World(mesh, rank=mine.index(dist.get_rank()), device=torch.device("cpu"), ranks=mine)
-    world._groups["inline", ("data",)] = group
+    if kind in ALONE:
+        return lambda size: _divided(kind, world, -(-size // 4))
 
     def run(size: int) -> Callable[[], Any]:
         parameter = torch.zeros(max(size // 4, 1), requires_grad=True)
@@ -228,15 +277,42 @@ def _shared(kind: str, group: Any, mine: tuple[int, ...]) -> Callable[[int], Cal
     return run
 
 
+def _divided(kind: str, world: World, numel: int) -> Callable[[], Any]:
+    """Two weights stored divided, as ZeRO-3 has them: copied together, or their gradients dealt out, one after the other as
+    those of a layer are. `measured` halves it."""
+    whole = Layout.same((numel,))
+    exchange = Exchange(world.mesh, whole.divided(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
+    (there,), (back,) = exchange.steps, exchange.adjoint.steps
+    shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
+    weights = [Gathered(k, name, there, back, (numel,), shard) for k, (name, shard) in enumerate(shards.items())]
+    carrier = Shared.open(weights, shards, world, room=min(RING_BYTES, 2 * PLACES * gradient_bytes(back, 4)))
+    if carrier is None:
+        return lambda: None
+    gradients = [torch.zeros(numel) for _ in weights]
+
+    def fetch() -> None:
+        for weight in weights:
+            carrier.fetch(weight)
+
+    def give() -> None:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.shard.grad = None
+            carrier.give(weight, gradient)
+
+    for _ in range(PLACES):  # in training the places of gradients are known from the step before
+        give()
+    return give if kind == "shared_give" else fetch
+
+
 def rates() -> dict[str, float]:
     """What one busy rank reaches: multiply-adds, copies, updates."""
     a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
     dist.barrier()
     product = _seconds(lambda: torch.mm(a, b))
     source, target = torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
-    copy = _seconds(lambda: target.copy_(source))
+    copied = _seconds(lambda: target.copy_(source))
     small = torch.zeros(8)
-    out = {"rate": 2 * MATRIX**3 / product, "bandwidth": 2 * COPIED / copy, "launch": _seconds(lambda: small.add(1.0))}
+    out = {"rate": 2 * MATRIX**3 / product, "bandwidth": 2 * COPIED / copied, "launch": _seconds(lambda: small.add(1.0))}
     for name in OPTIMIZERS:
         parameter = torch.zeros(UPDATED, requires_grad=True)
         parameter.grad = torch.zeros(UPDATED)

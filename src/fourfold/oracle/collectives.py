@@ -15,8 +15,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from fourfold.cluster import Cluster, Collective
-from fourfold.oracle.curves import reading
+from fourfold.oracle.curves import reading, rising
 from fourfold.oracle.traffic import Channel, Traffic
 
 
@@ -39,14 +41,39 @@ def collective_cost(cluster: Cluster, traffic: Traffic, collective: Collective, 
     return max(costs, key=lambda cost: cost.seconds)
 
 
+def measured_cost(cluster: Cluster, traffic: Traffic, collective: Collective, size: float) -> Cost | None:
+    """The same by measured curves alone; None where one is missing."""
+    costs = [_measured(cluster, channel, traffic.groups, collective, size) for channel in traffic.channels]
+    known = [cost for cost in costs if cost is not None]
+    return max(known, key=lambda cost: cost.seconds) if len(known) == len(costs) else None
+
+
 def _cost(cluster: Cluster, channel: Channel, groups: int, collective: Collective, size: float) -> Cost:
     if channel.ranks == 1:
         return FREE
+    found = _measured(cluster, channel, groups, collective, size)
+    return found if found is not None else Cost(seconds=FORMULAS[collective](channel, size))
+
+
+def _measured(cluster: Cluster, channel: Channel, groups: int, collective: Collective, size: float) -> Cost | None:
     for curve in cluster.measured.of(collective, cluster.links[channel.level].name):
         if (curve.ranks, curve.groups) == (channel.ranks, groups):
             read = reading(curve, size)
             return Cost(seconds=read.seconds, spread=read.spread, measured=True, extrapolated=read.extrapolated)
-    return Cost(seconds=FORMULAS[collective](channel, size))
+    return None
+
+
+def waiting(cluster: Cluster, traffic: Traffic, computing: float) -> float:
+    """Seconds by which exchanges of these groups take longer after so much computing than their curves say; beyond what was
+    measured, as at its end. 0 where it was not."""
+    extra = [0.0]
+    for channel in traffic.channels:
+        for waits in cluster.measured.waits:
+            found = (waits.level, waits.ranks, waits.groups)
+            if channel.ranks > 1 and found == (cluster.links[channel.level].name, channel.ranks, traffic.groups):
+                seconds = rising(waits.seconds)
+                extra.append(float(np.interp(computing, waits.computing, seconds)) - seconds[0])
+    return max(extra)
 
 
 def allreduce_time(channel: Channel, size: float) -> float:

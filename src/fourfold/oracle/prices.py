@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fourfold.cluster import Cluster, Collective, Device, Precision
-from fourfold.oracle.collectives import FREE, Cost, collective_cost
+from fourfold.oracle.collectives import FREE, Cost, collective_cost, measured_cost, waiting
 from fourfold.oracle.efficiency import format_of, shipped
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.traffic import Traffic, traffic
@@ -119,9 +119,20 @@ class Prices:
             return FREE
         if kind == "all_reduce" and size <= SHARED_BYTES and self.together(groups):
             kind = "shared_gather"
+        return collective_cost(self.cluster, self._between(groups), kind, size)
+
+    def measured(self, kind: Collective, groups: tuple[tuple[int, ...], ...], size: float) -> Cost | None:
+        """The same where it was measured."""
+        return measured_cost(self.cluster, self._between(groups), kind, size)
+
+    def waiting(self, groups: tuple[tuple[int, ...], ...], computing: float) -> float:
+        """Seconds by which exchanges of these groups take longer after so much computing than those that were measured."""
+        return waiting(self.cluster, self._between(groups), computing)
+
+    def _between(self, groups: tuple[tuple[int, ...], ...]) -> Traffic:
         if groups not in self._traffic:
             self._traffic[groups] = traffic(self.cluster, groups)
-        return collective_cost(self.cluster, self._traffic[groups], kind, size)
+        return self._traffic[groups]
 
     def update(self, optimizer: str, size: float, rank: int) -> float:
         """Seconds to update parameters of so many bytes: measured, or as many passes over memory as it takes."""

@@ -8,7 +8,8 @@ adjoint. Left out: the order in which autograd takes branches, which changes no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from fourfold.graph import Graph
@@ -18,8 +19,9 @@ from fourfold.oracle.gathers import Gathers
 from fourfold.oracle.items import Item
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.meeting import Meeting
-from fourfold.oracle.prices import UNKNOWN_SPREAD, KernelTime, Prices
-from fourfold.plans.buckets import Gradient, buckets
+from fourfold.oracle.prices import SHARED_BYTES, UNKNOWN_SPREAD, KernelTime, Prices
+from fourfold.oracle.saving import Share, saving
+from fourfold.plans.buckets import Gradient, buckets, gathered
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import order_of_use
@@ -48,8 +50,8 @@ class StagePrices:
             prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes,
             beside=beside,
         )  # fmt: skip
-        self.gathers = Gathers(self.program, self.meeting)
-        self.gathering: dict[str, Move] = {m.target: m for m in self.gathers.moves}
+        self.gathering = {m.target: m for m in gathered(self.program)}
+        self.gathers = Gathers(self.program, self.meeting, self._wanted)
         self.fanout = self._fanout()
 
     def _firsts(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -61,13 +63,29 @@ class StagePrices:
 
     def forward(self) -> list[Item]:
         self.gathers.begin()
-        return [item for step in self.program.steps for inner in inside(step) for item in self._forward(inner)]
+        return self._waited(item for step in self.program.steps for inner in inside(step) for item in self._forward(inner))
 
-    def _forward(self, step: Compute | Move) -> list[Item]:
+    def _waited(self, items: Iterable[Item]) -> list[Item]:
+        """The items, messages in which ranks meet as long as they are after what is computed before."""
+        if not self.prices.cluster.measured.waits:
+            return list(items)
+        out, computing = [], 0.0
+        for item in items:
+            if not item.meets:
+                computing += item.seconds * item.busy
+            elif not item.starts:
+                common = item.pattern == "gradients" or (item.pattern == "all_reduce" and item.size <= SHARED_BYTES)
+                if item.source == "measured" and not common:
+                    item = replace(item, seconds=item.seconds + self.prices.waiting(self.meeting.groups(item.axes), computing))
+                computing = 0.0
+            out.append(item)
+        return out
+
+    def _forward(self, step: Compute | Move, *, again: bool = False) -> list[Item]:
         if isinstance(step, Compute):
             return self._compute(step, "forward")
         if step in self.gathers.moves:
-            return self.gathers.fetch(step)
+            return self.gathers.rerun(step) if again else self.gathers.fetch(step)
         return self.meeting.exchange(step.exchange, step.value, step.kind)
 
     def backward(self, *, last: bool = True) -> list[Item]:
@@ -75,14 +93,15 @@ class StagePrices:
         self.gathers.begin()
         out: list[Item] = []
         for low, high in self.program.segments:
-            out += [item for step in self.program.steps[low:high] for inner in inside(step) for item in self._forward(inner)]
+            for step in self.program.steps[low:high]:
+                out += [item for inner in inside(step) for item in self._forward(inner, again=True)]
         sums = self._sums() if last else {}
         for number, step in reversed(list(enumerate(self.program.steps))):
             for inner in reversed(inside(step)):
                 out += self._backward(inner)
             out += sums.get(number, [])
         stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
-        return [*out, *(item for items in stored for item in items)]
+        return self._waited([*out, *(item for items in stored for item in items)])
 
     def _backward(self, step: Compute | Move) -> list[Item]:
         if isinstance(step, Move):
@@ -91,12 +110,28 @@ class StagePrices:
             if step in self.gathers.moves:
                 return self.gathers.give(step)
             return self.meeting.exchange(step.exchange.adjoint, step.value, step.kind)
-        if not any(self.gradients.get(name) for name in step.op.operands):
+        if not self._trained(step):
             return []
-        weights = [self.gathering[slot] for slot in step.inputs if slot in self.gathering]
-        gathered = [i for move in weights for i in self.gathers.fetch(move, again=True)]
         summed = [item for name in step.op.results for item in self.fanout.get(name, ())]
-        return [*gathered, *summed, *self._compute(step, "backward")]
+        return [*self.gathers.refill(step), *summed, *self._compute(step, "backward")]
+
+    def _trained(self, step: Compute) -> bool:
+        """Whether an op has a backward."""
+        return any(self.gradients.get(name) for name in step.op.operands)
+
+    def _wanted(self, step: Compute) -> list[Move]:
+        """The gathered weights that an op's backward needs."""
+        weights = {k: self.gathering[slot] for k, slot in enumerate(step.inputs) if slot in self.gathering}
+        kept = self._kept(step) if weights and self._trained(step) else ()
+        return [move for k, move in weights.items() if k in kept]
+
+    def _kept(self, step: Compute) -> Collection[int]:
+        """Which operands an op's backward needs. Norms keep their small weights, of which rules say nothing."""
+        if not step.nest.anchor:
+            return range(len(step.inputs))
+        items = [tuple(map(self.meeting.item, names)) for names in (step.op.operands, step.op.results)]
+        share = Share(step, self.mesh.coords(self.members[0]), *items)
+        return saving(share, [self.gradients.get(name, False) for name in step.op.operands]).tensors
 
     def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
         times = self._times(step)
