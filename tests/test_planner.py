@@ -23,7 +23,7 @@ from fourfold.oracle.prices import Prices
 from fourfold.planner import Candidate, Ranking, Task, search
 from fourfold.planner.explain import explained, faster, roomier
 from fourfold.planner.knots import knots
-from fourfold.planner.search import alike
+from fourfold.planner.search import TIE, alike
 from fourfold.planner.solve import solve
 from fourfold.planner.split_search import Splitting
 from fourfold.plans import Mesh, Plan
@@ -76,6 +76,15 @@ def test_on_a_slow_network_convolutions_go_by_batch_and_the_classifier_by_its_we
 
 def test_with_fast_links_and_many_examples_data_parallelism_wins() -> None:
     assert best(ranked("resnet50", "dgx-h100", 8, 2048)).plan.strategy == "data"
+
+
+def test_of_plans_that_are_as_good_as_equal_the_best_needs_the_least_machinery() -> None:
+    found = ranked("resnet50", "dgx-h100", 8, 2048)
+    equal = [c for c in found.candidates if c.feasible and c.seconds <= (1 + TIE) * min(c.seconds for c in found.candidates)]
+    assert {"data", "fsdp"} <= {c.plan.strategy for c in equal}
+    assert (best(found).plan.zero, len(best(found).plan.stages)) == (0, 0)
+    plain = [c for c in equal if not c.plan.zero and not c.plan.stages and c.plan.microbatches == 1 and not c.plan.recompute]
+    assert best(found) is min(plain, key=lambda c: c.seconds)
 
 
 def test_a_sample_that_no_device_holds_is_split_by_its_domain() -> None:

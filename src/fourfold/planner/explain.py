@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.cluster import Cluster
-from fourfold.cluster.measured import Measured
 from fourfold.errors import Error
 from fourfold.oracle.finding import Finding
 from fourfold.oracle.items import CATEGORIES, Category
@@ -104,7 +103,8 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
     """A cluster whose links are faster by a factor, in bandwidth and in latency, measured ones too."""
     links = tuple(replace(link, latency=link.latency / factor, bandwidth=link.bandwidth * factor) for link in cluster.links)
     curves = tuple(replace(c, seconds=tuple(s / factor for s in c.seconds)) for c in cluster.measured.curves)
-    return replace(cluster, links=links, measured=Measured(curves=curves, kernels=cluster.measured.kernels))
+    waits = tuple(replace(w, seconds=tuple(s / factor for s in w.seconds)) for w in cluster.measured.waits)
+    return replace(cluster, links=links, measured=replace(cluster.measured, curves=curves, waits=waits))
 
 
 def roomier(cluster: Cluster, factor: float) -> Cluster:

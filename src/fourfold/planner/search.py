@@ -16,7 +16,7 @@ Everything is deterministic but for a time limit, and a search that reaches it s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -45,6 +45,7 @@ SPLITS = 4  # of the splits where that is quick: the best is one of the first fo
 MEASURED = 4  # candidates whose kernels are timed, where that is possible
 TIMINGS = 6  # times that kernels are timed at most
 SEGMENTS = (8, 32)  # per stage, of activations computed again
+TIE = 0.01  # of a step: less is no reason for stages or divided weights; two calibrations in a row lie further apart
 NODEWISE = {"data+filter": "model", "data+channel": "model", "data+spatial": "space", "splitbrain": "k", "grid": "pr"}
 """Strategies with an inner axis, and the option that sets it: as long as a node has devices."""
 
@@ -113,15 +114,18 @@ class _Search:
         )
 
     def _ranked(self) -> list[Candidate]:
-        """By their steps; before them the best: the fastest that fits and gives the numbers of one device."""
+        """By their steps; before them the best: the fastest that fits and gives the numbers of one device, or a tie."""
         ordered = sorted(self.found, key=lambda c: c.seconds)
-        exact = [c for c in ordered if not self._mixed or c.plan.microbatches == 1]
-        first = next((c for some in (exact, ordered) for c in some if c.feasible), None)
-        if first is None:
+        best = _best(c for c in ordered if self._exact(c)) or _best(ordered)
+        if best is None:
             return sorted(ordered, key=lambda c: c.over)
-        if ordered[0].feasible and first is not ordered[0]:
+        if self._exact(best) and not self._exact(ordered[0]) and ordered[0].feasible:
             self.notes.append(f"faster, but not the numbers of one device that takes its batch whole: {self._mixed}")
-        return [first, *(c for c in ordered if c is not first)]
+        return [best, *(c for c in ordered if c is not best)]
+
+    def _exact(self, candidate: Candidate) -> bool:
+        """Whether it gives the numbers of one device that takes its batch whole."""
+        return not self._mixed or candidate.plan.microbatches == 1
 
     @cached_property
     def _mixed(self) -> str:
@@ -252,6 +256,22 @@ class _Search:
                     again = recomputed(self.task.graph, plan, count)
                     yield again
                     yield replace(again, zero=3)
+
+
+def _best(ordered: Iterable[Candidate]) -> Candidate | None:
+    """Of candidates by their steps the first that fits, or one as good as equal to it that does with less."""
+    best, limit = None, float("inf")
+    for candidate in ordered:
+        if candidate.seconds > limit:
+            break
+        if (best is None or _machinery(candidate.plan) < _machinery(best.plan)) and candidate.feasible:
+            best, limit = candidate, min(limit, (1 + TIE) * candidate.seconds)
+    return best
+
+
+def _machinery(plan: Plan) -> tuple[int, ...]:
+    """What a plan needs beyond its splits."""
+    return len(plan.stages), plan.microbatches, len(plan.recompute), plan.zero
 
 
 def _same(plan: Plan) -> Plan:

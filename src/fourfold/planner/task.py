@@ -109,7 +109,7 @@ class Ranking:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """The fastest that fits, or one as good as equal to it that needs less machinery."""
         return self.candidates[0] if self.candidates and self.candidates[0].feasible else None
 
     def nearest(self) -> str:
