@@ -37,7 +37,7 @@ from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.plans import named, pipeline
 
 RESULTS = Path(__file__).parent / "results"
-FILES = (RESULTS / "2026-11-15-h200-steps.json", RESULTS / "2026-11-15-h200-steps-larger.json")
+FILES = (RESULTS / "2026-11-15-h200-steps.json", RESULTS / "2026-11-18-h200-steps.json")
 KERNELS = RESULTS / "2026-11-15-h200-kernels.json"
 STEADY = 0.05  # a row whose quartiles lie further apart than this part of its median is left out
 ALLOWED = {"measured": 0.08, "shipped": 0.20, "memory": 0.04}

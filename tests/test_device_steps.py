@@ -17,7 +17,7 @@ from fourfold.oracle.estimate import estimate
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.plans import named, pipeline
 
-RAW = Path(__file__).parents[1] / "benchmarks/results/2026-11-15-h200-steps-larger.json"
+RAW = Path(__file__).parents[1] / "benchmarks/results/2026-11-18-h200-steps.json"
 ROWS = [row for row in json.loads(RAW.read_text())["rows"] if row["model"] in ("alexnet", "vgg16")]
 
 
