@@ -37,7 +37,7 @@ demo: setup  ## measure this machine, find the best plan for it, train with it o
 	@echo "demo: done. Open $(DEMO)/report.html in a browser; then docs/README.md, or \`$(BIN)/fourfold --help\`."
 
 test: setup  ## the tests (without those marked slow, gpu or foreign)
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: setup  ## ruff, and mypy in strict mode on src
 	@echo "check: ruff"
