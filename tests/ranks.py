@@ -11,9 +11,11 @@ import math
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from fourfold.graph import Graph
 from fourfold.plans import Plan, lower
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.runtime import wire
 from fourfold.runtime.exchange import put
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness
@@ -189,3 +192,19 @@ def run_job(job: Job) -> Share:
         else:
             state[key] = (layout, tensor.clone())
     return Share(name=job.name, outputs=outputs, gradients=gradients, state=state)
+
+
+def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
+    """On a rank: a function as if every rank had its own host and all messages were large; and whether any travelled so."""
+    flights: list[wire.Flight] = []
+    begin = wire.Flight.__init__
+
+    def counted(self: wire.Flight, *rest: Any) -> None:
+        flights.append(self)
+        begin(self, *rest)
+
+    def hosts(world: World, axes: tuple[str, ...], purpose: str = "inline") -> tuple[str, ...]:
+        return tuple(map(str, range(world.extent(axes))))
+
+    with patch.object(wire, "LARGE", 1), patch.object(World, "hosts", hosts), patch.object(wire.Flight, "__init__", counted):
+        return function(*arguments), len(flights) > 0

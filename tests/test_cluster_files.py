@@ -166,6 +166,8 @@ def test_any_numbers_and_texts_survive_exactly(tmp_path_factory, amounts: list[f
         (("computing_ms = [3, 12]", "computing = [3, 12]"), r"waits 1: computing: has no unit; write computing_"),
         (("computing_ms = [3, 12]", "computing_ms = [12, 3]"), r"computing times must be positive and rise"),
         (("computing_ms = [3, 12]", "computing_ms = [3]"), r"1 computing times and 2 times"),
+        (("ranks = 2", "ranks = 1"), r"waits of 2 groups of 1 ranks over ethernet; at least 2 ranks"),
+        (("[[waits]]", CURVE[CURVE.index("[[waits]]") :] + "[[waits]]"), r"waits of 2 groups of 2 ranks .* given twice"),
         (('"all_reduce"', '"allreduce"'), r"collective: is 'allreduce', .*did you mean 'all_reduce'"),
     ],
 )

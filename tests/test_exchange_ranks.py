@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,10 +17,8 @@ from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.own import Own
 from fourfold.runtime import exchange as runtime
-from fourfold.runtime import wire
-from fourfold.runtime.world import World
 from layouts import Array, case, definition, pairing, valid
-from ranks import pool, world_of
+from ranks import between_hosts, pool, world_of
 
 MESHES = {
     2: [Mesh.of(a=2), Mesh.of(a=1, b=2)],
@@ -62,6 +58,9 @@ def named_cases(ranks: int) -> list[Case]:
             pairs = [(shard, whole), (shard, replicate), (partial, shard), (partial, whole), (partial, replicate),
                      (whole, shard), (whole, replicate), (both, whole), (both, shard)]  # fmt: skip
             out += [_filled(Exchange(mesh, source, target), numbers) for source, target in pairs]
+        thin = (Own.whole(6), Own.whole(mesh.extent(axis)))  # what each rank gets lies apart
+        divided = Layout((thin[0], thin[1].refine(mesh, axis)))
+        out.append(_filled(Exchange(mesh, Layout(thin, frozenset({axis})), divided), numbers))
     return out
 
 
@@ -86,22 +85,6 @@ def carried_out(cases: list[Case]) -> list[tuple[Any, ...]]:
             general = runtime._bound(plain, world)(general)()
         out.append((result.detach().numpy(), general.numpy(), tensor.grad.numpy()))
     return out
-
-
-def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
-    """On a rank: a function as if every rank had its own host and all messages were large; and whether any travelled so."""
-    flights: list[wire.Flight] = []
-    begin = wire.Flight.__init__
-
-    def counted(self: wire.Flight, *rest: Any) -> None:
-        flights.append(self)
-        begin(self, *rest)
-
-    def hosts(world: World, axes: tuple[str, ...], purpose: str = "inline") -> tuple[str, ...]:
-        return tuple(map(str, range(world.extent(axes))))
-
-    with patch.object(wire, "LARGE", 1), patch.object(World, "hosts", hosts), patch.object(wire.Flight, "__init__", counted):
-        return function(*arguments), len(flights) > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

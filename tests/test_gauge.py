@@ -14,7 +14,7 @@ from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
-from fourfold.gauge.collectives import Effort, Found, waited
+from fourfold.gauge.collectives import Effort, Found, measured, rates, waited
 from fourfold.gauge.kernels import Rounds, _links, arithmetic, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, here
 from fourfold.gauge.middle import strays
@@ -23,6 +23,7 @@ from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.table import add_kernels, load_kernels
 from fourfold.plans import Pipeline, named, pipeline
+from fourfold.runtime.launch import Ranks
 from ranks import pool
 from small import graph_of
 
@@ -73,7 +74,9 @@ def test_local_is_what_was_calibrated_once_it_was(progress: list[Progress]) -> N
         path.unlink()
 
 
-@pytest.mark.parametrize(("before", "told"), [(0.0, 2.0), (0.9, 2.0), (1.0, 1.0), (3.0, 3.0), (3.1, 3.1), (4.0, 2.0)])
+@pytest.mark.parametrize(
+    ("before", "told"), [(0.0, 2.0), (0.9, 2.0), (0.96, 0.96), (1.0, 1.0), (3.0, 3.0), (3.1, 3.1), (4.0, 2.0)]
+)
 def test_a_calibration_is_told_at_the_pace_of_earlier_ones_unless_the_machine_has_changed(before: float, told: float) -> None:
     so_far = _SoFar(local(2), 2, before)
     so_far.paces += [1.0, 2.0, 3.0, 9.0]
@@ -131,6 +134,18 @@ def test_where_ranks_take_turns_waits_are_told_with_the_curves() -> None:
     waits = so_far._waits(request)
     assert (waits.ranks, waits.groups) == (len(request.groups[0]), len(request.groups))
     assert waits.computing == pytest.approx((1e-3, 1e-2)) and waits.seconds == pytest.approx((3.0, 6.0))
+
+
+def test_what_there_is_no_common_memory_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
+    so_far = _SoFar(local(2), 2, 1.0)
+    with Ranks(2) as ranks:
+        so_far.next_round(1.0, ranks(rates))
+        for request in requests(["a", "a"]):
+            if request.collective in (*SHARED, "all_gather"):
+                so_far.add(request, 1.0, ranks(measured, request, (256.0, 1024.0))[0])
+    (curve,) = so_far.cluster().measured.curves
+    assert curve.collective == "all_gather" and curve.sizes == (256.0, 1024.0)
 
 
 def test_between_hosts_nothing_goes_through_common_memory() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.cluster import Cluster, cluster_named
+from fourfold.cluster import COLLECTIVES, Cluster, Curve, Measured, Waits, cluster_named, local
 from fourfold.oracle.finding import Finding
 from fourfold.oracle.kernels import kernel_of
 from fourfold.oracle.limits import reserved
@@ -98,6 +98,31 @@ def test_groups_that_share_adapters_are_congested_and_one_group_is_not() -> None
     exchanged = prediction.estimate.breakdown["gradient_exchange"]
     assert found.numbers["seconds"] == pytest.approx(exchanged / 2, rel=0.01), "half of what they take is lost"
     assert "network-congestion" not in named_in(predicted(lowered("data", 8, 32), slow))
+
+
+def waiting(cluster: Cluster, ranks: int, *, waits: bool = True) -> Cluster:
+    """All collectives take the same time, alone or not, and far longer after a millisecond of computing."""
+    level, groups = cluster.links[-1].name, (1, 2)
+    curves = [Curve(collective=kind, level=level, ranks=ranks, groups=n, sizes=(1e2, 1e9), seconds=(1e-4, 1e-3))
+              for kind in COLLECTIVES for n in groups]  # fmt: skip
+    late = [Waits(level=level, ranks=ranks, groups=n, computing=(1e-6, 1e-3), seconds=(1e-4, 1e-1)) for n in groups]
+    return replace(cluster, measured=Measured(curves=tuple(curves), waits=tuple(late) if waits else ()))
+
+
+def test_ranks_that_come_late_to_an_exchange_are_no_congestion() -> None:
+    made = lowered("data+filter:model=2", 4, 32)
+    late, plain = (predicted(made, waiting(local(4), 2, waits=waits)) for waits in (True, False))
+    assert late.estimate.step_seconds > 2 * plain.estimate.step_seconds
+    assert "network-congestion" not in named_in(late)
+
+
+@pytest.mark.parametrize(("place", "messages"), [("local", False), ("ethernet-1g", True)])
+def test_small_sums_come_late_where_they_are_messages(place: str, messages: bool) -> None:
+    graph = graph_of("resnet50")
+    made = pipeline(graph, named("data", graph, ranks=2, batch=4))
+    cluster = cluster_named(place, devices=2)
+    late, plain = (predicted(made, waiting(cluster, 2, waits=waits)).estimate.step_seconds for waits in (True, False))
+    assert late > 2 * plain if messages else late == plain
 
 
 def test_memory_redundancy_counts_what_replicas_repeat_and_sharding_removes_it() -> None:

@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.cluster import cluster_named
 from fourfold.oracle.memory import CPU, CUDA, Memory, memory
+from fourfold.oracle.predict import predict
+from fourfold.oracle.prices import Prices
 from fourfold.plans import Options, Plan, named
 from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.pipeline import Pipeline, pipeline
@@ -123,6 +126,14 @@ def test_peaks_of_ranks_that_share_no_memory_are_near_those_measured(monkeypatch
     with Ranks(2, timeout=240) as ranks:
         ways = ("data", "filter", "fsdp", "zero 1", "1f1b")
         assert_close({way: errors("vgg16-cifar", way, ranks=ranks) for way in ways})
+
+
+@pytest.mark.parametrize(("place", "host"), [("local", True), ("ethernet-1g", False)])
+def test_ranks_on_several_nodes_have_no_memory_in_common(place: str, host: bool) -> None:
+    made = lowered("vgg16-cifar", "fsdp", 2)
+    found = predict(made, Prices(cluster=cluster_named(place, devices=2)), optimizer="momentum").memory
+    assert found == memory(made, optimizer="momentum", machine=replace(CPU, host=host))
+    assert found != memory(made, optimizer="momentum", machine=replace(CPU, host=not host))
 
 
 # --- laws ---

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fourfold.cli.door import run
-from fourfold.cluster import cluster_named, local
+from fourfold.cluster import Curve, Measured, cluster_named, local
 from fourfold.errors import InvalidInput
 from fourfold.gauge.measuring import ONCE, measured_prices
 from fourfold.graph import Graph
@@ -21,13 +21,14 @@ from fourfold.models import MODELS
 from fourfold.oracle.figures import Setting
 from fourfold.oracle.prices import Prices
 from fourfold.planner import Candidate, Ranking, Task, search
-from fourfold.planner.explain import explained, faster, roomier
+from fourfold.planner.explain import _against, explained, faster, roomier
 from fourfold.planner.knots import knots
 from fourfold.planner.search import TIE, alike
 from fourfold.planner.solve import solve
 from fourfold.planner.split_search import Splitting
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.stages import cut
+from fourfold.report.explain import _why_not
 from ranks import pool
 from small import SMALL, assert_equal, batch_of, built_in, graph_of
 
@@ -204,6 +205,22 @@ def test_an_explanation_compares_and_recomputes() -> None:
     fast = changes["links 10 times as fast"]
     assert fast is not None and fast.seconds < best(ranking).seconds
     assert faster(wanted.cluster, 10).links[0].bandwidth == 10 * wanted.cluster.links[0].bandwidth
+
+
+def test_faster_links_leave_a_ranks_own_copies_as_they_are() -> None:
+    cluster, both = local(2), ("all_gather", "shared_fetch")
+    link = cluster.links[0].name
+    curves = tuple(Curve(collective=kind, level=link, ranks=2, sizes=(1e3,), seconds=(1e-3,)) for kind in both)  # type: ignore[arg-type]
+    found = faster(replace(cluster, measured=Measured(curves=curves)), 10).measured.curves
+    assert [curve.seconds for curve in found] == [(pytest.approx(1e-4),), (1e-3,)]
+
+
+@pytest.mark.parametrize(("part", "word"), [(0.995, "as good as equal"), (0.9, "it is the better plan")])
+def test_a_faster_plan_is_called_better_if_it_is_more_than_a_tie(part: float, word: str) -> None:
+    plan = best(search(replace(task(captured("alexnet"), "ethernet-1g", 4, 64), strategies=("data",))))
+    other = replace(plan, estimate=replace(plan.estimate, step_seconds=part * plan.seconds))
+    (line,) = _why_not(plan, _against(plan, other))
+    assert word in line
 
 
 def test_plan_and_explain_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,10 +23,10 @@ from fourfold.index import IndexSet
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.stage import StagePrices
 from fourfold.plans import Mesh, Plan, lower, named, pipeline
-from fourfold.plans.buckets import LARGE, gathered
+from fourfold.plans.buckets import gathered
 from fourfold.plans.layout import Layout
 from fourfold.plans.plan import Segment
-from fourfold.runtime import rounds, wire
+from fourfold.runtime import rounds
 from fourfold.runtime.carrier import Gathered
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
@@ -35,7 +35,7 @@ from fourfold.runtime.rounds import chunks
 from fourfold.runtime.trial import Task, optimizer_named, run_task, runner
 from fourfold.runtime.wired import Wired
 from fourfold.runtime.zero import Weights
-from ranks import pool
+from ranks import between_hosts, pool
 from small import SMALL, Subject, assert_equal, batch_of, built_in, graph_of, subject
 
 VGG = "vgg16-cifar"
@@ -141,31 +141,40 @@ def test_zero_gives_the_numbers_of_one_rank(name: str, strategy: str, ranks: int
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Ranks]:
     """Three ranks that may not share memory."""
+    with ranks_apart(3) as ranks:
+        yield ranks
+
+
+def ranks_apart(count: int) -> Ranks:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOURFOLD_SOCKETS", "1")
         patch.setenv("FOURFOLD_TIMEOUT", os.environ.get("FOURFOLD_TIMEOUT", "60"))
-        ranks = Ranks(3, timeout=240)
+        ranks = Ranks(count, timeout=240)
         ranks(float, 0)  # started under these settings
-    yield ranks
-    ranks.close()
+    return ranks
 
 
-def large_from(elements: int) -> None:
-    wire.LARGE = elements
+def run_by_messages(task: Task) -> None:
+    _, travelled = between_hosts(run_task, task)
+    assert travelled
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["collectives", "messages"])
 @pytest.mark.parametrize(
     ("name", "strategy", "zero", "microbatches"),
-    [(VGG, "data", 3, 3), (VGG, "data", 1, 1), ("gpt2", "filter", 3, 1), ("gpt2", "data", 3, 3), ("unet3d", "spatial", 3, 1)],
+    [(VGG, "data", 3, 3), ("gpt2", "filter", 3, 1), ("gpt2", "data", 3, 3), ("unet3d", "spatial", 3, 1)],
 )
 def test_zero_over_sockets_gives_the_numbers_of_one_rank(
     apart: Ranks, name: str, strategy: str, zero: int, microbatches: int, large: bool
 ) -> None:
     plan = plan_of(name, strategy, 3, zero, microbatches=microbatches)
-    apart(large_from, 1 if large else LARGE)
-    assert_equal(built_in(name).errors(plan, ranks=apart))
-    apart(large_from, LARGE)
+    assert_equal(built_in(name).errors(plan, ranks=apart, run=run_by_messages if large else run_task))
+
+
+def test_slices_over_sockets_give_the_numbers_of_one_rank(apart: Ranks) -> None:
+    assert_equal(built_in(VGG).errors(plan_of(VGG, "data", 3, 1), ranks=apart))
+    with ranks_apart(2) as two:  # among more, a ring gathers
+        assert_equal(built_in(VGG).errors(plan_of(VGG, "data", 2, 1), ranks=two, run=run_by_messages))
 
 
 class Mixed(nn.Module):

@@ -3,12 +3,12 @@
 from fourfold.cluster.catalog import LOCAL, cluster_named, efficiency_data, preset, preset_names
 from fourfold.cluster.files import cluster_text, load_cluster, save_cluster
 from fourfold.cluster.local import local
-from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured, Waits
+from fourfold.cluster.measured import COLLECTIVES, OWN, Collective, Curve, Measured, Waits
 from fourfold.cluster.parts import KINDS, PRECISIONS, Device, Kind, Link, Nodes, Precision, Sources
 from fourfold.cluster.spec import Cluster
 
 __all__ = [
-    "COLLECTIVES", "KINDS", "LOCAL", "PRECISIONS", "Cluster", "Collective", "Curve", "Device", "Kind", "Link", "Measured",
-    "Nodes", "Precision", "Sources", "Waits", "cluster_named", "cluster_text", "efficiency_data", "load_cluster", "local",
-    "preset", "preset_names", "save_cluster",
+    "COLLECTIVES", "KINDS", "LOCAL", "OWN", "PRECISIONS", "Cluster", "Collective", "Curve", "Device", "Kind", "Link",
+    "Measured", "Nodes", "Precision", "Sources", "Waits", "cluster_named", "cluster_text", "efficiency_data", "load_cluster",
+    "local", "preset", "preset_names", "save_cluster",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ Collective = Literal[
 """The last four go through memory that the ranks of one node share: small gathers, sums of gradients and, where weights are
 stored divided, a weight copied together and a gradient dealt out, which wait for nobody: their times are a rank's own work."""
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+OWN: tuple[Collective, ...] = ("shared_fetch", "shared_give")
+"""Those that are a rank's own work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,9 @@ class Waits:
     source: str = ""
 
     def __post_init__(self) -> None:
-        name = f"measured waits of {self.groups} groups of {self.ranks} ranks over {self.level}"
+        name = self.name
+        if self.ranks < 2 or self.groups < 1:
+            raise InvalidInput(f"{name}; at least 2 ranks and 1 group are needed")
         if not self.computing or len(self.seconds) != len(self.computing):
             raise InvalidInput(f"{name} have {len(self.computing)} computing times and {len(self.seconds)} times; "
                                "give as many of each")  # fmt: skip
@@ -82,6 +86,10 @@ class Waits:
             raise InvalidInput(f"{name}: computing times must be positive and rise")
         if not all(0 < s < math.inf for s in self.seconds):
             raise InvalidInput(f"{name}: times must be positive")
+
+    @property
+    def name(self) -> str:
+        return f"measured waits of {self.groups} groups of {self.ranks} ranks over {self.level}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,10 @@ class Measured:
             if key in seen:
                 raise InvalidInput(f"{curve.name} by {curve.ranks} ranks in {curve.groups} groups is given twice; keep one")
             seen.add(key)
+        names = [waits.name for waits in self.waits]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidInput(f"{name} are given twice; keep one")
 
     def of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
         """The curves of one collective at one level, by group size and number of groups."""

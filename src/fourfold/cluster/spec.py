@@ -43,9 +43,11 @@ class Cluster:
         if not self.nodes:
             raise InvalidInput(f"cluster {self.name!r} has no nodes; describe at least one run of them")
         _check_links(self)
-        for curve in self.measured.curves:
-            if curve.level not in [link.name for link in self.links]:
-                raise InvalidInput(f"{curve.name}, which is no link{nearest(curve.level, [link.name for link in self.links])}")
+        levels = [link.name for link in self.links]
+        measured = self.measured
+        for name, level in [*((c.name, c.level) for c in measured.curves), *((w.name, w.level) for w in measured.waits)]:
+            if level not in levels:
+                raise InvalidInput(f"{name}, which is no link{nearest(level, levels)}")
         if not 1 <= self.size <= self.capacity:
             raise _too_small(self, self.size)
 

@@ -28,7 +28,7 @@ from fourfold.runtime.crew import Crew, is_leader
 
 LOOPBACK = "loopback"
 LEAST = 1e-6  # seconds: what a collective costs at least
-NEAR = 1.05  # a pace that much slower than the middle one is kept: times compare only at one
+NEAR = 1.05  # a pace that much beside what the machine does now is kept: times compare only at one
 WAITING: Collective = "all_gather"  # the exchange that shows what long computing before it does
 SENT = Sources(whole="calibration, from sends between two ranks")
 
@@ -104,10 +104,10 @@ class _SoFar:
 
     @property
     def pace(self) -> float:
-        """That of earlier calibrations, while the machine still reaches it and is about as slow half of the time; else that of
-        its better moments, a quarter of all."""
+        """That of earlier calibrations, while the machine still comes near it and is about as slow half of the time; else that
+        of its better moments, a quarter of all."""
         ordered = sorted(self.paces)
-        still = ordered[0] <= self.before <= NEAR * ordered[len(ordered) // 2]
+        still = ordered[0] <= NEAR * self.before and self.before <= NEAR * ordered[len(ordered) // 2]
         return self.before if still else ordered[len(ordered) // 4]
 
     def cluster(self) -> Cluster:
@@ -119,7 +119,7 @@ class _SoFar:
         rounds = [statistics.mean(times) for times in whole]  # steps even out shorter moments
         if rounds:
             device = replace(device, drift=_rounded(drift(rounds)))
-        curves = tuple(self._curve(request) for request in self.blocks)
+        curves = tuple(self._curve(request) for request, found in self.blocks.items() if found)
         links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
         waits = tuple(self._waits(request) for request in self.stretches)
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves, waits=waits))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.cluster import Collective
+from fourfold.cluster import OWN, Collective
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.plans.buckets import RING_BYTES, gradient_bytes
 from fourfold.plans.exchange import Exchange
@@ -34,7 +34,6 @@ from fourfold.runtime.trial import optimizer_named
 from fourfold.runtime.world import World
 
 DATA = ("data",)  # the axis of the ranks of a group
-ALONE: tuple[Collective, ...] = ("shared_fetch", "shared_give")  # wait for nobody: a rank's own work counts
 PLACES = 8  # for gradients that are dealt out: ranks may be so many repetitions apart
 MORE = 3  # times as many rounds at most, for what strays
 REPEATS = 32
@@ -89,7 +88,7 @@ class Found:
 
 
 def measured(request: Request, sizes: Sequence[float]) -> Found:
-    """A collective at growing sizes once; all ranks of the process group must call."""
+    """A collective at growing sizes once, up to those for which there is room; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
@@ -98,6 +97,9 @@ def measured(request: Request, sizes: Sequence[float]) -> Found:
     blocks = {}
     for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))
+        if not _everywhere(once is not None):
+            break
+        assert once is not None
         spent = _once(once)
         repeats = max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent)))
         blocks[size] = _block(once, stretch, group, request, repeats)
@@ -105,7 +107,7 @@ def measured(request: Request, sizes: Sequence[float]) -> Found:
             break
     if group is not None:
         dist.destroy_process_group(group)
-    there = 0.5 if request.collective in ("send", *ALONE) else 1.0
+    there = 0.5 if request.collective in ("send", *OWN) else 1.0
     long = [block for block in blocks.values() if block.repeats == REPEATS]  # short ones begin unevenly
     return Found(
         points=tuple((size, there * block.seconds) for size, block in blocks.items()),
@@ -119,6 +121,7 @@ def waited(request: Request) -> list[tuple[float, float]]:
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
     once, usual = _collectives(request, mine, group)(WAITED), _Stretch(mine is not None)
+    assert once is not None  # a message
     blocks = [_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
     if group is not None:
         dist.destroy_process_group(group)
@@ -133,6 +136,13 @@ class _Block:
     computing: float
     busy: float
     repeats: int
+
+
+def _everywhere(here: bool) -> bool:
+    """Whether something is so on all ranks."""
+    said = torch.tensor([int(here)])
+    dist.all_reduce(said, op=dist.ReduceOp.MIN)
+    return bool(said)
 
 
 def _once(once: Callable[[], Any]) -> float:
@@ -152,7 +162,7 @@ def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Requ
     Of what waits for nobody, the rank's own work counts."""
     dist.barrier()
     spent, computing, busy = [], [], []
-    alone = request.collective in ALONE
+    alone = request.collective in OWN
     crowd = 1.0 if alone else request.crowd
     for _ in range(repeats):
         begun, working = time.perf_counter(), time.thread_time()
@@ -208,8 +218,9 @@ class _Stretch:
             torch.mm(self.matrix, self.matrix)
 
 
-def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any]]:
-    """For a size in bytes, a function that does the collective once; ranks outside all groups do nothing."""
+def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any] | None]:
+    """For a size in bytes, a function that does the collective once, or None where common memory has no room for it; ranks
+    outside all groups do nothing."""
     if mine is None:
         return lambda size: lambda: None
     count, kind = len(mine), request.collective
@@ -256,17 +267,19 @@ def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
         dist.send(tensor, other)
 
 
-def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any]]:
+def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:
     if kind == "shared_gather":
         board = Board.open(group, 60.0)
-        return lambda size: (lambda: board.gather(torch.zeros(max(size // 4, 1)))) if board is not None else (lambda: None)
-    if kind in ALONE:
+        return lambda size: None if board is None else lambda: board.gather(torch.zeros(max(size // 4, 1)))
+    if kind in OWN:
         return lambda size: _divided(kind, world, -(-size // 4))
 
-    def run(size: int) -> Callable[[], Any]:
+    def run(size: int) -> Callable[[], Any] | None:
         parameter = torch.zeros(max(size // 4, 1), requires_grad=True)
         sums = SharedSums({"p": parameter}, {"p": ("data",)}, world)
         gradient = torch.zeros(parameter.shape)
+        if not sums.names:
+            return None
 
         def once() -> None:
             parameter.grad = gradient
@@ -277,7 +290,7 @@ def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[],
     return run
 
 
-def _divided(kind: str, world: World, numel: int) -> Callable[[], Any]:
+def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     """Two weights stored divided, as ZeRO-3 has them: copied together, or their gradients dealt out, one after the other as
     those of a layer are. `measured` halves it."""
     whole = Layout.same((numel,))
@@ -287,7 +300,7 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any]:
     weights = [Gathered(k, name, there, back, (numel,), shard) for k, (name, shard) in enumerate(shards.items())]
     carrier = Shared.open(weights, shards, world, room=min(RING_BYTES, 2 * PLACES * gradient_bytes(back, 4)))
     if carrier is None:
-        return lambda: None
+        return None
     gradients = [torch.zeros(numel) for _ in weights]
 
     def fetch() -> None:
@@ -299,9 +312,11 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any]:
             weight.shard.grad = None
             carrier.give(weight, gradient)
 
+    if kind == "shared_fetch":
+        return fetch
     for _ in range(PLACES):  # in training the places of gradients are known from the step before
         give()
-    return give if kind == "shared_give" else fetch
+    return give
 
 
 def rates() -> dict[str, float]:

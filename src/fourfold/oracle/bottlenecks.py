@@ -125,9 +125,10 @@ def congestion(case: Case) -> Iterator[Finding]:
         for axes, items in _by_axes(case, part).items():
             groups = groups_along(part.stage.mesh, part.stage.ranks, axes)
             if len(groups) > 1:
-                alone = [_cost(case.prices, item, groups[:1]) for item, _ in items]
-                lost = [(i.seconds - one) * times * shown[i.category] for (i, times), one in zip(items, alone, strict=True)]
-                factor = sum(item.seconds for item, _ in items) / (sum(alone) or 1.0)
+                alone, all_at_once = ([_cost(case.prices, item, some) for item, _ in items] for some in (groups[:1], groups))
+                more = [a - b for a, b in zip(all_at_once, alone, strict=True)]
+                lost = [one * times * shown[item.category] for (item, times), one in zip(items, more, strict=True)]
+                factor = sum(all_at_once) / (sum(alone) or 1.0)
                 found.append((sum(lost), part.index, " and ".join(axes), factor, len(groups)))
     worst = max(found, default=None)
     if worst is None or worst[0] < CONGESTION_SHARE * case.step:

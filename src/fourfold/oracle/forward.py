@@ -183,13 +183,13 @@ class Forward(Tape):
         if source.block.kind == "weights" and is_gather(step):
             env[step.target] = self._gather(step, source, shape)
             return
-        there = moving(step.exchange, self.rank, source.item, host=self.machine.host)
+        there = moving(step.exchange, self.rank, source.item, self.machine)
         block = self._moved(there, source.block, "exchange")
         out = Tensor(block, Strided.fresh(shape), source.item)
         if source.var is not None:
             out.var = Var(size=out.bytes)
             if self.recording:
-                back = moving(step.exchange.adjoint, self.rank, source.item, host=self.machine.host)
+                back = moving(step.exchange.adjoint, self.rank, source.item, self.machine)
                 self.nodes.append(Node(self.heap.now, [source.var], [out.var], [], lambda g: [self._back(back, g)]))
         env[step.target] = out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fourfold.oracle.machine import Machine
 from fourfold.plans.buckets import LARGE
 from fourfold.plans.exchange import Exchange, Step, Transfer, transfers
 
@@ -24,12 +25,12 @@ class Moved:
     beside: int = 0
 
 
-def moving(exchange: Exchange, rank: int, item: int, *, host: bool) -> tuple[Moved, ...]:
-    """The steps of an exchange on a rank; `host`: its ranks share one, and a CPU."""
-    return tuple(_moved(step, rank, item, host) for step in exchange.steps)
+def moving(exchange: Exchange, rank: int, item: int, machine: Machine) -> tuple[Moved, ...]:
+    """The steps of an exchange on a rank."""
+    return tuple(_moved(step, rank, item, machine) for step in exchange.steps)
 
 
-def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
+def _moved(step: Step, rank: int, item: int, machine: Machine) -> Moved:
     coords = step.mesh.coords(rank)
     size = math.prod(step.target.local_shape(coords)) * item
     source = math.prod(step.source.local_shape(coords)) * item
@@ -39,13 +40,18 @@ def _moved(step: Step, rank: int, item: int, host: bool) -> Moved:
     if step.pattern == "local":
         return _local(step, rank, size, item)
     if step.pattern == "all_reduce":
-        return Moved(size, count * size if host and size <= BOARD_BYTES else 0)
+        return Moved(size, count * size if machine.host and size <= BOARD_BYTES else 0)
     if step.pattern == "all_gather":
-        single = not host and count == 2 and step.received(rank) >= LARGE  # into its place, without a flat result
-        return Moved(size, 0 if single and joins(step, rank) else size)
+        direct = paired(machine, count) and step.received(rank) >= LARGE
+        return Moved(size, 0 if direct and joins(step, rank) else size)
     if step.pattern == "reduce_scatter":
         return Moved(size, source if joins(step, rank) else 2 * source)
     return _all_to_all(step, rank, size, item)
+
+
+def paired(machine: Machine, count: int) -> bool:
+    """Whether large all-gathers are messages between two hosts: into their place, without a flat result."""
+    return count == 2 and not machine.host and not machine.gpu
 
 
 def joins(step: Step, rank: int) -> bool:

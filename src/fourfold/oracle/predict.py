@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fourfold.cluster import Cluster, Device, Precision
+from fourfold.cluster import Cluster
 from fourfold.oracle.estimate import Estimate, estimate
 from fourfold.oracle.limits import Finding, findings
 from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
@@ -49,7 +49,7 @@ def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Pr
 def sized(pipeline: Pipeline, prices: Prices, timed: Estimate, *, optimizer: str) -> Prediction:
     """A plan whose step was estimated, with its memory."""
     cluster = prices.cluster
-    found = memory(pipeline, optimizer=optimizer, machine=_machine(cluster.device(0), prices.precision))
+    found = memory(pipeline, optimizer=optimizer, machine=_machine(pipeline, prices))
     smallest = [min(peak.ranks, key=cluster.memory) for peak in found.peaks]  # of ranks alike, the one with least memory
     tightest = max(smallest, key=lambda rank: found.of(rank).bytes / cluster.memory(rank))
     return Prediction(
@@ -58,5 +58,7 @@ def sized(pipeline: Pipeline, prices: Prices, timed: Estimate, *, optimizer: str
     )  # fmt: skip
 
 
-def _machine(device: Device, precision: Precision) -> Machine:
-    return replace(CPU if device.kind == "cpu" else CUDA, double=precision == "fp64")
+def _machine(pipeline: Pipeline, prices: Prices) -> Machine:
+    """What decides sizes; ranks have memory in common if those of every stage lie on one node and share its processor."""
+    kind = CPU if prices.cluster.device(0).kind == "cpu" else CUDA
+    return replace(kind, host=prices.together(pipeline.places), double=prices.precision == "fp64")

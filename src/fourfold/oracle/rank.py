@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fourfold.oracle.forward import Forward, Known, Wires
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
+from fourfold.oracle.moving import paired
 from fourfold.oracle.results import Strided
 from fourfold.oracle.rhythm import Rhythm, rhythm
 from fourfold.oracle.tape import Env, Node, Tensor, Var
@@ -368,7 +369,8 @@ class RankReplay:
         self.heap.pass_through(SCRATCH[self.optimizer] * max(sizes, default=0), "workspace")
         for stage in self.stages.values() if not self.machine.host else ():
             for size, count in self._rounds(stage):
-                self.heap.pass_through((1 + 2 * count) * size, "slices")
+                flat = 0 if paired(self.machine, count) else count
+                self.heap.pass_through((1 + count + flat) * size, "slices")
 
 
 def _by(action: tuple[int, int], place: int, turn: int) -> bool:

@@ -74,9 +74,10 @@ class StagePrices:
             if not item.meets:
                 computing += item.seconds * item.busy
             elif not item.starts:
-                common = item.pattern == "gradients" or (item.pattern == "all_reduce" and item.size <= SHARED_BYTES)
+                groups = self.meeting.groups(item.axes)
+                common = item.pattern == "all_reduce" and item.size <= SHARED_BYTES and self.prices.together(groups)
                 if item.source == "measured" and not common:
-                    item = replace(item, seconds=item.seconds + self.prices.waiting(self.meeting.groups(item.axes), computing))
+                    item = replace(item, seconds=item.seconds + self.prices.waiting(groups, computing))
                 computing = 0.0
             out.append(item)
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fourfold.cluster import Cluster
+from fourfold.cluster import OWN, Cluster
 from fourfold.errors import Error
 from fourfold.oracle.finding import Finding
 from fourfold.oracle.items import CATEGORIES, Category
@@ -100,11 +100,12 @@ def again(task: Task, *, cluster: Cluster, batch: int, limit: float | None = Non
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose links are faster by a factor, in bandwidth and in latency, measured ones too."""
+    """A cluster whose links are faster by a factor, in bandwidth and in latency, measured ones too; what cores do stays."""
     links = tuple(replace(link, latency=link.latency / factor, bandwidth=link.bandwidth * factor) for link in cluster.links)
-    curves = tuple(replace(c, seconds=tuple(s / factor for s in c.seconds)) for c in cluster.measured.curves)
-    waits = tuple(replace(w, seconds=tuple(s / factor for s in w.seconds)) for w in cluster.measured.waits)
-    return replace(cluster, links=links, measured=replace(cluster.measured, curves=curves, waits=waits))
+    curves = tuple(
+        c if c.collective in OWN else replace(c, seconds=tuple(s / factor for s in c.seconds)) for c in cluster.measured.curves
+    )
+    return replace(cluster, links=links, measured=replace(cluster.measured, curves=curves))
 
 
 def roomier(cluster: Cluster, factor: float) -> Cluster:

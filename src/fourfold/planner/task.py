@@ -99,7 +99,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Plans, the best first, then those that do not fit and are faster, then slower ones; strategies that cannot be; notes."""
+    """Plans, the best first, then the others by their steps, whether they fit or not; strategies that cannot be; notes."""
 
     task: Task
     candidates: tuple[Candidate, ...]

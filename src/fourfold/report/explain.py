@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fourfold.oracle.items import Category
 from fourfold.planner.explain import Against, Explanation, WhatIf
-from fourfold.planner.search import alike
+from fourfold.planner.search import TIE, alike
 from fourfold.planner.task import Candidate
 from fourfold.report.costs import setting_words
 from fourfold.report.plans import split_table
@@ -68,7 +68,9 @@ def _why_not(plan: Candidate, against: Against) -> Iterator[str]:
         yield f"- {name} would take {seconds_text(other.seconds)} but does not fit: {need} of {room}."
         return
     if against.longer < 0:
-        notes = f", but {'; '.join(other.plan.notes)}" if other.plan.notes else ": it is the better plan"
+        equal = plan.seconds <= (1 + TIE) * other.seconds
+        word = "as good as equal" if equal else "it is the better plan"
+        notes = f", but {'; '.join(other.plan.notes)}" if other.plan.notes else f": {word}"
         yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long{notes}."
         return
     longer = [f"{seconds_text(s)} more {TERMS[t]}" for t, s in against.terms if s > SEEN * plan.seconds][:2]
