@@ -7,6 +7,7 @@ them is the oracle's business, and so is the table of op kernels, which lies in 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -101,16 +102,10 @@ class Measured:
     kernels: str = ""  # name of the table of op kernels in the cache
 
     def __post_init__(self) -> None:
-        seen: set[tuple[str, str, int, int]] = set()
-        for curve in self.curves:
-            key = (curve.collective, curve.level, curve.ranks, curve.groups)
-            if key in seen:
-                raise InvalidInput(f"{curve.name} by {curve.ranks} ranks in {curve.groups} groups is given twice; keep one")
-            seen.add(key)
-        names = [waits.name for waits in self.waits]
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidInput(f"{name} are given twice; keep one")
+        names = [f"{curve.name} by {curve.ranks} ranks in {curve.groups} groups" for curve in self.curves]
+        for name, times in Counter([*names, *(waits.name for waits in self.waits)]).items():
+            if times > 1:
+                raise InvalidInput(f"{name} is given twice; keep one")
 
     def of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
         """The curves of one collective at one level, by group size and number of groups."""

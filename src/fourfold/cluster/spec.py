@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from fourfold.cluster.measured import Measured
+from fourfold.cluster.measured import Curve, Measured, Waits
 from fourfold.cluster.parts import Device, Link, Nodes
 from fourfold.errors import Infeasible, InvalidInput, nearest
 
@@ -44,10 +44,10 @@ class Cluster:
             raise InvalidInput(f"cluster {self.name!r} has no nodes; describe at least one run of them")
         _check_links(self)
         levels = [link.name for link in self.links]
-        measured = self.measured
-        for name, level in [*((c.name, c.level) for c in measured.curves), *((w.name, w.level) for w in measured.waits)]:
-            if level not in levels:
-                raise InvalidInput(f"{name}, which is no link{nearest(level, levels)}")
+        found: tuple[Curve | Waits, ...] = (*self.measured.curves, *self.measured.waits)
+        for one in found:
+            if one.level not in levels:
+                raise InvalidInput(f"{one.name}, which is no link{nearest(one.level, levels)}")
         if not 1 <= self.size <= self.capacity:
             raise _too_small(self, self.size)
 
