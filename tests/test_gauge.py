@@ -11,6 +11,7 @@ import pytest
 
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_cluster
 from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
+from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
@@ -146,6 +147,24 @@ def test_what_there_is_no_common_memory_for_is_not_measured(monkeypatch: pytest.
                 so_far.add(request, 1.0, ranks(measured, request, (256.0, 1024.0))[0])
     (curve,) = so_far.cluster().measured.curves
     assert curve.collective == "all_gather" and curve.sizes == (256.0, 1024.0)
+
+
+def test_the_latency_of_the_first_size_is_not_taken_for_a_slow_link() -> None:
+    (send,) = [r for r in requests(["a", "a"]) if r.collective == "send"]
+    sizes = (4.0, 2.0**20)  # at the bytes per second of the first, the second would take minutes
+    assert [size for size, _ in pool(2)(measured, send, sizes)[0].points] == list(sizes)
+
+
+@pytest.mark.parametrize(
+    ("points", "bandwidth"), [([(10.0, 1.0)], 10.0), ([(10.0, 2.0), (20.0, 2.0)], 10.0), ([(10.0, 1.0), (20.0, 3.0)], 5.0)]
+)
+def test_a_link_has_a_bandwidth_whatever_its_sends_took(points: list[tuple[float, float]], bandwidth: float) -> None:
+    so_far = _SoFar(local(2), 2, 1.0)
+    (send,) = [r for r in requests(["a", "a"]) if r.collective == "send"]
+    so_far.next_round(1.0, [dict.fromkeys(("rate", "bandwidth", "launch", *(f"update_{one}" for one in OPTIMIZERS)), 1.0)])
+    so_far.add(send, 1.0, Found(points=tuple(points), computing=()))
+    (link,) = [one for one in so_far.cluster().links if one.name == send.level]
+    assert link.bandwidth == pytest.approx(bandwidth)
 
 
 def test_between_hosts_nothing_goes_through_common_memory() -> None:

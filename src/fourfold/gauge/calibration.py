@@ -188,7 +188,8 @@ def _linked(link: Link, curves: list[Curve]) -> Link:
     if not sends:
         return link
     sizes, seconds = sends[-1].sizes, sends[-1].seconds
-    speed = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
+    longer = seconds[-1] - seconds[0]
+    speed = (sizes[-1] - sizes[0]) / longer if longer > 0 else sizes[-1] / seconds[-1]
     return replace(link, latency=seconds[0], bandwidth=_rounded(speed), sources=SENT)
 
 
