@@ -81,7 +81,7 @@ SLOWER = 1.1  # a pace to see what a step feels of it
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo")
 RUNS, STEPS, WARM_UP = 2, 9, 1
 MOST_RUNS, STEADY = 5, 0.2  # runs of plans whose steps lie further apart, from quartile to quartile
-ONLY_LEAST = Rounds(ROUNDS.least, ROUNDS.least)  # a step is a sum of hundreds of kernels: what one strays evens out
+FEW = Rounds(5, 5)  # a step is a sum of hundreds of kernels: what one strays evens out
 FOLDER = Path(__file__).parent / "results"
 SHIPPED = Path(__file__).parents[1] / "src" / "fourfold" / "reproduce" / "accuracy.json"
 STACK = ExitStack()
@@ -198,7 +198,7 @@ def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[R
     text, batch = MODELS[model]
     with ranks_of(place) as team:
         plans = [plan for name, plan in cases(place, only) if name == model]
-        return predicted(place, model, plans, subject(text, batch=batch), cluster, team, ONLY_LEAST)
+        return predicted(place, model, plans, subject(text, batch=batch), cluster, team, FEW)
 
 
 def measure(place: str, model: str, rows: list[Row], pace: float) -> list[Row]:

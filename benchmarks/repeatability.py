@@ -16,17 +16,19 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
-from accuracy import FOLDER, MODELS, PLACES, predicted
+from accuracy import FOLDER, MODELS, PLACES, made, predicted
 
 from fourfold.cluster import Cluster
 from fourfold.cluster.cache import cache_folder
 from fourfold.gauge.calibration import calibrated
 from fourfold.gauge.collectives import FULL, Effort
+from fourfold.gauge.kernels import Sample, samples
 from fourfold.gauge.measuring import here
-from fourfold.oracle.table import load_kernels
+from fourfold.oracle.table import add_kernels
+from fourfold.plans import pipeline
 from fourfold.runtime.crew import crew
 from fourfold.runtime.subject import subject
 
@@ -54,19 +56,21 @@ class Found:
 
 
 def once(place: str, models: list[str], effort: Effort) -> Found:
-    """One calibration on ranks of its own."""
+    """One calibration on ranks of its own, with the kernels of all plans."""
     shutil.rmtree(cache_folder() / "kernels", ignore_errors=True)
     with crew(int(place)) as team:
-        for progress in calibrated(team, effort=effort):
-            print(f"  {progress.done} of {progress.of}: {progress.next}", end="\r", file=sys.stderr, flush=True)
+        seen = {model: subject(text, batch=batch) for model, (text, batch) in MODELS.items() if model in models}
+        wanted: dict[str, Sample] = {}
+        for one, plan in product(seen.values(), PLANS):
+            wanted |= samples(pipeline(one.graph, made(place, plan, one, team)), {}, wanted)
+        for progress in calibrated(team, effort=effort, kernels=list(wanted.values())):
+            print(f"  {progress.done} of {progress.of}: {progress.next:60}", end="\r", file=sys.stderr, flush=True)
+        add_kernels(here(progress.cluster).measured.kernels, progress.kernels)
         steps: dict[str, float] = {}
-        for model in models:
-            text, batch = MODELS[model]
-            seen = subject(text, batch=batch)
-            rows = predicted(place, model, list(PLANS), seen, progress.cluster, team)
+        for model, one in seen.items():
+            rows = predicted(place, model, list(PLANS), one, progress.cluster, team)
             steps |= {f"{model} {row.plan}": row.predicted for row in rows}
-        table = load_kernels(here(progress.cluster).measured.kernels)
-        kernels = {key: t.busy * (t.forward + t.backward) for key, t in table.items()}
+    kernels = {key: t.busy * (t.forward + (t.backward or 0.0)) for key, t in progress.kernels.items()}
     return Found(progress.cluster.kinds[0].pace, entries(progress.cluster), kernels, steps)
 
 

@@ -14,9 +14,9 @@ from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
-from fourfold.gauge.calibration import Progress, _SoFar, calibrated, drift, requests
+from fourfold.gauge.calibration import AT_ONCE, Progress, _SoFar, calibrated, drift, requests
 from fourfold.gauge.collectives import Effort, Found, measured, rates, waited
-from fourfold.gauge.kernels import Rounds, _links, arithmetic, samples, timed
+from fourfold.gauge.kernels import Rounds, Sample, _links, arithmetic, looked_at, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, here
 from fourfold.gauge.middle import strays
 from fourfold.gauge.pace import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
@@ -35,7 +35,7 @@ KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", *SH
 
 @pytest.fixture(scope="module")
 def progress() -> list[Progress]:
-    return list(calibrated(pool(2), name="here", effort=QUICK))
+    return list(calibrated(pool(2), name="here", effort=QUICK, kernels=some_kernels()))
 
 
 def lowered(strategy: str) -> Pipeline:
@@ -43,11 +43,23 @@ def lowered(strategy: str) -> Pipeline:
     return pipeline(graph, named(strategy, graph, ranks=2, batch=4))
 
 
+def some_kernels() -> list[Sample]:
+    return list(samples(lowered("data"), {}).values())[: AT_ONCE + 1]
+
+
 def test_a_calibration_grows_curve_by_curve_and_ends_with_every_collective_of_the_ranks(progress: list[Progress]) -> None:
     counts = [len(p.cluster.measured.curves) for p in progress]
     assert counts == sorted(counts) and progress[-1].done == progress[-1].of
     assert {curve.collective for curve in progress[-1].cluster.measured.curves} == KINDS
     assert all(p.next for p in progress[:-1]), "each says what it will do next"
+
+
+def test_kernels_are_gone_through_in_the_rounds_of_a_calibration(progress: list[Progress]) -> None:
+    wanted = {sample.kernel.key for sample in some_kernels()}
+    begun = [k for k, p in enumerate(progress) if p.next == f"kernel 1 of {len(wanted)}"]
+    assert len(begun) >= QUICK.rounds and progress[begun[0] + 1].next == f"kernel {AT_ONCE + 1} of {len(wanted)}"
+    assert not progress[begun[0] + 1].kernels and set(progress[begun[1]].kernels) == set(progress[-1].kernels) == wanted
+    assert all(time.forward > 0 for time in progress[-1].kernels.values())
 
 
 def test_a_calibrated_cluster_reads_back_from_its_file_as_it_was(progress: list[Progress], tmp_path: Path) -> None:
@@ -210,14 +222,16 @@ def test_kernels_told_at_another_pace_are_in_another_table() -> None:
 
 
 def test_kernels_are_told_at_the_pace_asked_for() -> None:
-    wanted = list(samples(lowered("data"), {}).values())[:3]
+    wanted = some_kernels()[:3]
     powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in wanted}
-    now = pool(2)(timed, wanted, {}, Rounds(1, 1), 0.0)
-    slow, slower = (pool(2)(timed, wanted, {}, Rounds(1, 3), pace) for pace in (10.0, 1000.0))
-    assert not now[1] and not slow[1], "a host's first rank answers for it"
-    for key, time in now[0].items():
-        assert time.forward < slow[0][key].forward
-        assert 0.2 < slower[0][key].forward / slow[0][key].forward / 100 ** powers[key] < 5
+    now = timed(pool(2), wanted, {}, Rounds(1, 1), 0.0)
+    slow, slower = (timed(pool(2), wanted, {}, Rounds(1, 3), pace) for pace in (10.0, 1000.0))
+    for key, time in now.items():
+        assert time.forward < slow[key].forward
+        assert 0.2 < slower[key].forward / slow[key].forward / 100 ** powers[key] < 5
+    found = pool(2)(looked_at, wanted, {}, False)
+    assert len(found[0]) == len(wanted) and not found[1], "a host's first rank answers for it"
+    assert all(one.single is None for one in found[0])
 
 
 @pytest.mark.parametrize(("times", "again"), [

@@ -14,7 +14,7 @@ from fourfold.errors import InvalidInput
 
 KERNELS = "Time the kernels of this MODEL too, divided by data over the ranks; may be given several times."
 
-ROUNDS = "How often everything is measured, 6 times if nothing is said: what strays, up to three times as often."
+ROUNDS = "How often everything is measured, 8 times if nothing is said: what strays, up to three times as often."
 
 
 def calibrate(
@@ -36,7 +36,8 @@ def calibrate(
         from fourfold.cluster.local import usable_cores
         from fourfold.gauge.calibration import calibrated
         from fourfold.gauge.collectives import FULL
-        from fourfold.gauge.measuring import here, warm
+        from fourfold.gauge.measuring import here, kernels_of
+        from fourfold.oracle.table import add_kernels
         from fourfold.report.calibration import calibration_record, calibration_text
         from fourfold.runtime.crew import crew, is_leader, under_torchrun
 
@@ -46,18 +47,18 @@ def calibrate(
             if team.count == 1:
                 raise InvalidInput("--ranks 1 has nothing to exchange; calibrate with 2 or more")
             path = output or calibration_file(team.count)
-            cluster = None
+            wanted = kernels_of(model or (), team, batch=batch)
+            so_far = None
             try:
                 name = output.stem if output is not None else "local"
-                for progress in calibrated(team, name=name, effort=replace(FULL, rounds=rounds or FULL.rounds)):
-                    cluster = here(progress.cluster) if progress.done else None
-                    told(progress.next, progress.done, progress.of)
+                effort = replace(FULL, rounds=rounds or FULL.rounds)
+                for so_far in calibrated(team, name=name, effort=effort, kernels=wanted):
+                    told(so_far.next, so_far.done, so_far.of)
             finally:  # interrupted, too
-                if is_leader() and cluster is not None:
-                    save_cluster(cluster, path)
-            assert cluster is not None
-            for text in model or ():
-                told(f"kernels of {text}", progress.done, progress.of)
-                warm(text, cluster, team, batch=batch)
+                if is_leader() and so_far is not None and so_far.done:
+                    save_cluster(here(so_far.cluster), path)
+                    add_kernels(here(so_far.cluster).measured.kernels, so_far.kernels)
+            assert so_far is not None
+            cluster = here(so_far.cluster)
     record = calibration_record(cluster, file=str(path))
     voice.answer(record, lambda: calibration_text(cluster, file=str(path)))

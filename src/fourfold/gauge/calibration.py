@@ -2,14 +2,14 @@
 
 Ranks are told apart by host; those of one host are a node. Each collective is timed in groups that lie within a node and in
 groups that reach across, for every group size that divides the ranks, one group alone and all such groups at once. What the
-ranks do for it is in `collectives`.
+ranks do for it is in `collectives`; for kernels, where they are wanted, in `kernels`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,10 @@ from fourfold.cluster.local import usable_cores
 from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates, waited
+from fourfold.gauge.kernels import Sample, Timing
 from fourfold.gauge.middle import apart, middle, strays
 from fourfold.gauge.pace import felt, keep_pace, kept_pace, pace_now
+from fourfold.oracle.prices import KernelTime
 from fourfold.plans.mesh import divisors
 from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.crew import Crew, is_leader
@@ -29,47 +31,63 @@ from fourfold.runtime.crew import Crew, is_leader
 LOOPBACK = "loopback"
 LEAST = 1e-6  # seconds: what a collective costs at least
 NEAR = 1.05  # a pace that much beside what the machine does now is kept: times compare only at one
+AT_ONCE = 16  # kernels timed between two signs of progress
 WAITING: Collective = "all_gather"  # the exchange that shows what long computing before it does
 SENT = Sources(whole="calibration, from sends between two ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A cluster as far as it is measured, and what comes next."""
+    """A cluster and kernels as far as they are measured, and what comes next."""
 
     cluster: Cluster
+    kernels: Mapping[str, KernelTime]
     done: int
     of: int
     next: str
 
 
-def calibrated(ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL) -> Iterator[Progress]:
-    """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before."""
+def calibrated(
+    ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL, kernels: Sequence[Sample] = ()
+) -> Iterator[Progress]:
+    """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before. Kernels are
+    gone through in the same rounds, so that every number is taken at moments that lie far apart."""
     hosts = ranks(host_of_this_process)
-    wanted = requests(hosts)
+    wanted, timing = requests(hosts), Timing(kernels, {})
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
     so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count, ranks(kept_pace)[0])
-    done, of = 0, effort.rounds * (1 + len(wanted))
-    cluster = so_far.base
+    done, of = 0, effort.rounds * (1 + len(wanted) + -(-len(kernels) // AT_ONCE))
+    cluster, times = so_far.base, dict[str, KernelTime]()
+
+    def progress(words: str) -> Progress:
+        return Progress(cluster=cluster, kernels=times, done=done, of=of, next=words)
+
     for number in range(effort.most):
-        again = [(request, effort.sizes) for request in wanted] if number < effort.rounds else so_far.unsure()
-        if not again:
+        every = number < effort.rounds
+        again = [(request, effort.sizes) for request in wanted] if every else so_far.unsure()
+        unsure = timing.wanted if every else timing.unsure(so_far.pace)
+        if not again and not unsure:
             break
-        of = max(of, done + 1 + len(again))
-        yield Progress(cluster=cluster, done=done, of=of, next="rates of one rank while all are busy")
+        of = max(of, done + 1 + len(again) + -(-len(unsure) // AT_ONCE))
+        yield progress("rates of one rank while all are busy")
         so_far.next_round(ranks(pace_now)[0], ranks(rates))
         for request, sizes in again:
             done, cluster = done + 1, so_far.cluster()
-            words = f"{request.collective} in {len(request.groups)} x {len(request.groups[0])} ranks over {request.level}"
-            yield Progress(cluster=cluster, done=done, of=of, next=words)
+            count, size = len(request.groups), len(request.groups[0])
+            yield progress(f"{request.collective} in {count} x {size} ranks over {request.level}")
             pace = ranks(pace_now)[0]
             so_far.add(request, pace, ranks(measured, request, sizes)[request.groups[0][0]])
-            if request.collective == WAITING and request.crowd > 1 and number < effort.rounds:
+            if request.collective == WAITING and request.crowd > 1 and every:
                 so_far.add_waits(request, ranks(pace_now)[0], ranks(waited, request)[request.groups[0][0]])
-        done, cluster = done + 1, so_far.cluster()
+        for first in range(0, len(unsure), AT_ONCE):
+            done, cluster = done + 1, so_far.cluster()
+            yield progress(f"kernel {first + 1} of {len(unsure)}")
+            timing.take(ranks, unsure[first : first + AT_ONCE], alone=every)
+        done, cluster, times = done + 1, so_far.cluster(), timing.times(so_far.pace)
     if is_leader():
         keep_pace(cluster.kinds[0].pace)
-    yield Progress(cluster=cluster, done=of, of=of, next="")
+    done = of
+    yield progress("")
 
 
 class _SoFar:

@@ -58,7 +58,7 @@ class Effort:
     that each number is taken at moments far apart."""
 
     sizes: tuple[float, ...] = (2.0**10, 2.0**16, 2.0**20, 2.0**23, 2.0**26)  # bytes: between them times are nearly straight
-    rounds: int = 6
+    rounds: int = 8
 
     @property
     def most(self) -> int:

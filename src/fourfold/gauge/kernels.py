@@ -34,6 +34,7 @@ from fourfold.oracle.table import rounded
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.program import Compute, inside
+from fourfold.runtime.crew import Crew
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.world import World
 
@@ -57,7 +58,7 @@ class Rounds:
     most: int
 
 
-ROUNDS = Rounds(5, 20)
+ROUNDS = Rounds(8, 24)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,47 +111,84 @@ class Alone(World):
         return None
 
 
+class Timing:
+    """Kernels and what was found of them until now, round by round."""
+
+    def __init__(self, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.wanted, self.dtypes = list(wanted), dtypes
+        self._powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in self.wanted}
+        self._found: list[Found] = []
+
+    def take(self, ranks: Crew, some: Sequence[Sample], *, alone: bool) -> None:
+        """Time some of them once more: in a crowd, and alone too."""
+        self._found += ranks(looked_at, some, self.dtypes, alone)[0]
+
+    def unsure(self, pace: float) -> list[Sample]:
+        """Those whose times at a pace are not known yet."""
+        told = self._told(pace)
+        return [sample for sample in self.wanted if strays(told[sample.kernel.key].both)]
+
+    def times(self, pace: float) -> dict[str, KernelTime]:
+        """By key, told at a pace of the machine (`gauge.pace`; 0: as it was)."""
+        return {key: told.joined() for key, told in self._told(pace).items()}
+
+    def _told(self, pace: float) -> dict[str, _Told]:
+        out: dict[str, _Told] = {}
+        for k, one in enumerate(self._found):
+            now = statistics.median(other.look for other in self._found[max(k - AROUND, 0) : k + AROUND + 1])
+            speed = (pace / now) ** self._powers[one.key] if pace else 1.0
+            told = out.setdefault(one.key, _Told([], []))
+            told.crowded.append(one.crowded.at(speed))
+            if one.single is not None:
+                told.single.append(one.single.at(speed))
+        return out
+
+
 def timed(
-    wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds = ROUNDS, pace: float = 0.0
+    ranks: Crew, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds, pace: float
 ) -> dict[str, KernelTime]:
-    """The times of kernels on this rank's machine, told at a pace of it (`gauge.pace`; 0: as it is now); all ranks of the
-    process group must call with the same list."""
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    """The times of kernels on the machine the ranks run on, told at a pace of it."""
+    timing = Timing(wanted, dtypes)
+    for number in range(rounds.most):
+        again = timing.wanted if number < rounds.least else timing.unsure(pace)
+        if not again:
+            break
+        timing.take(ranks, again, alone=number < rounds.least)
+    return timing.times(pace)
+
+
+def looked_at(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone: bool) -> list[Found]:
+    """Kernels timed once, on the first ranks of hosts; all ranks of the process group must call with the same list."""
+    own = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     hosts = by_host()
     crowd, group = with_a_core_each(hosts)
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
     busy = max(map(len, hosts)) > 1
-    powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in wanted}
-    found: list[_Found] = []
-    again = list(wanted)
-    for done in range(1, rounds.most + 1):
-        for sample in again:
-            run = _Run(sample, alone, dtypes)
-            (repeats,) = _first_rank_says([run.repeats])
-            if calm:
-                dist.barrier(group)
-            look = work() if calm and pace else 0.0
-            single = run.series(repeats) if me in first and (done <= rounds.least or not busy) else None
-            dist.barrier()
-            crowded = run.series(repeats, dist.barrier, clock) if busy else single
-            dist.barrier()
-            if me in first and crowded is not None:
-                found.append(_Found(sample.kernel.key, look, single, crowded))
-        if done >= rounds.least:
-            known = _told(found, powers, pace)
-            stray = [strays(known[sample.kernel.key].both) if known else False for sample in again]
-            again = [sample for sample, one in zip(again, _first_rank_says(stray), strict=True) if one]
-        if not again:
-            break
-    return {key: told.joined() for key, told in _told(found, powers, pace).items()}
+    found: list[Found] = []
+    for sample in wanted:
+        run = _Run(sample, own, dtypes)
+        repeats = _first_rank_says(run.repeats)
+        if calm:
+            dist.barrier(group)
+        look = work() if calm else 0.0
+        single = run.series(repeats) if me in first and (alone or not busy) else None
+        dist.barrier()
+        crowded = run.series(repeats, dist.barrier, clock) if busy else single
+        dist.barrier()
+        if me in first and crowded is not None:
+            found.append(Found(sample.kernel.key, look, single, crowded))
+    dist.destroy_process_group(own)
+    if calm:
+        dist.destroy_process_group(group)
+    return found
 
 
-def _first_rank_says(numbers: Sequence[int]) -> list[int]:
-    agreed = torch.tensor(numbers)
+def _first_rank_says(number: int) -> int:
+    agreed = torch.tensor(number)
     dist.broadcast(agreed, 0)
-    return agreed.tolist()
+    return int(agreed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +205,7 @@ class _Times:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """A kernel's key, a look at the pace, times alone (in the first rounds) and in a crowd."""
 
     key: str
@@ -196,19 +234,6 @@ class _Told:
             busy=rounded(max(many / one, 1.0)) if one else 1.0,
             spread=rounded(apart(self.both) / many) if many else 0.0,
         )
-
-
-def _told(found: Sequence[_Found], powers: Mapping[str, float], pace: float) -> dict[str, _Told]:
-    """By kernel, at the pace."""
-    out: dict[str, _Told] = {}
-    for k, one in enumerate(found):
-        now = statistics.median(other.look for other in found[max(k - AROUND, 0) : k + AROUND + 1])
-        speed = (pace / now) ** powers[one.key] if pace else 1.0
-        told = out.setdefault(one.key, _Told([], []))
-        told.crowded.append(one.crowded.at(speed))
-        if one.single is not None:
-            told.single.append(one.single.at(speed))
-    return out
 
 
 def _links(kernel: Kernel) -> int:

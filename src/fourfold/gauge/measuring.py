@@ -34,10 +34,13 @@ def here(cluster: Cluster) -> Cluster:
     return replace(cluster, measured=replace(cluster.measured, kernels=name))
 
 
-def warm(text: str, cluster: Cluster, ranks: Ranks | Joined, *, batch: int | None = None) -> None:
-    """Time the kernels of a MODEL, divided by data over the ranks, for the table."""
-    seen = subject(text, batch=batch, data=False)
-    measured_prices([pipeline(seen.graph, seen.plan("data", ranks=ranks.count))], cluster, ranks)
+def kernels_of(models: Iterable[str], ranks: Ranks | Joined, *, batch: int | None = None) -> list[Sample]:
+    """The kernels of MODELs, divided by data over the ranks."""
+    out: dict[str, Sample] = {}
+    for text in models:
+        seen = subject(text, batch=batch, data=False)
+        out |= samples(pipeline(seen.graph, seen.plan("data", ranks=ranks.count)), DTYPES["fp32"], out)
+    return list(out.values())
 
 
 def foretold(
@@ -87,7 +90,7 @@ def measured_prices(
     for lowered in plans:
         missing |= samples(lowered, DTYPES[precision], {*known, *missing})
     if missing:
-        found = ranks(timed, list(missing.values()), PRECISIONS[precision], rounds, cluster.kinds[0].pace)[0]
+        found = timed(ranks, missing.values(), PRECISIONS[precision], rounds, cluster.kinds[0].pace)
         known = {**known, **found}
         if is_leader():
             add_kernels(name, found)
