@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.gauge.middle import apart, middle, strays
+from fourfold.gauge.middle import KNOWN, apart, middle, strays
 from fourfold.gauge.pace import Pace, by_host, felt, with_a_core_each
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
@@ -47,6 +47,8 @@ CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
 CORE_FLOPS, CORE_BYTES, ENTERED = 3e10, 5e9, 2.5e-4  # about, of some core, the last in seconds: what a kernel is made of
 DRAWN = 2**16  # numbers drawn at random, then repeated
 AROUND = 4  # looks at the pace before and after a kernel's own: one alone strays more than the pace does
+CALM = 4  # power of the pace by which moments weigh
+LONG, KNOWN_LONG = 1e-3, 0.015  # seconds from which a kernel is timed again until known to that relative error
 Clock = Callable[[], float]
 
 
@@ -126,7 +128,7 @@ class Timing:
     def unsure(self, pace: float) -> list[Sample]:
         """Those whose times at a pace are not known yet."""
         told = self._told(pace)
-        return [sample for sample in self.wanted if strays(told[sample.kernel.key].both)]
+        return [sample for sample in self.wanted if told[sample.kernel.key].strays]
 
     def times(self, pace: float) -> dict[str, KernelTime]:
         """By key, told at a pace of the machine (`gauge.pace`; 0: as it was)."""
@@ -136,11 +138,11 @@ class Timing:
         out: dict[str, _Told] = {}
         for k, one in enumerate(self._found):
             now = statistics.median(other.look for other in self._found[max(k - AROUND, 0) : k + AROUND + 1])
-            speed = (pace / now) ** self._powers[one.key] if pace else 1.0
+            calm = pace / now if pace else 1.0
             told = out.setdefault(one.key, _Told([], []))
-            told.crowded.append(one.crowded.at(speed))
+            told.crowded.append(one.crowded.at(calm, self._powers[one.key]))
             if one.single is not None:
-                told.single.append(one.single.at(speed))
+                told.single.append(one.single.at(calm, self._powers[one.key]))
         return out
 
 
@@ -195,13 +197,15 @@ def _first_rank_says(number: int) -> int:
 class _Times:
     forward: float
     backward: float
+    weight: float = 1.0
 
     @property
     def both(self) -> float:
         return self.forward + self.backward
 
-    def at(self, speed: float) -> _Times:
-        return _Times(self.forward * speed, self.backward * speed)
+    def at(self, calm: float, power: float) -> _Times:
+        """As they would be at a pace, given how calm the moment was by it; calm moments tell more."""
+        return _Times(self.forward * calm**power, self.backward * calm**power, calm**CALM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,18 +226,23 @@ class _Told:
     crowded: list[_Times]
 
     @property
-    def both(self) -> list[float]:
-        """In a crowd, forward and backward."""
-        return [times.both for times in self.crowded]
+    def strays(self) -> bool:
+        """Whether the time in a crowd is not known yet. Few long kernels are most of a step, so they must be known better."""
+        both = [times.both for times in self.crowded]
+        return strays(both, KNOWN if middle(both) < LONG else KNOWN_LONG)
 
     def joined(self) -> KernelTime:
-        one, many = middle(times.both for times in self.single), middle(self.both)
+        one, many = _middle(self.single, "both"), _middle(self.crowded, "both")
         return KernelTime(
-            forward=rounded(middle(times.forward for times in self.single)),
-            backward=rounded(middle(times.backward for times in self.single)),
+            forward=rounded(_middle(self.single, "forward")),
+            backward=rounded(_middle(self.single, "backward")),
             busy=rounded(max(many / one, 1.0)) if one else 1.0,
-            spread=rounded(apart(self.both) / many) if many else 0.0,
+            spread=rounded(apart(times.both for times in self.crowded) / many) if many else 0.0,
         )
+
+
+def _middle(found: Sequence[_Times], which: str) -> float:
+    return middle((getattr(times, which) for times in found), (times.weight for times in found))
 
 
 def _links(kernel: Kernel) -> int:

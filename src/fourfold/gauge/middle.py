@@ -1,11 +1,11 @@
 """What counts of times taken at several moments: the middle half. One bad moment does not matter, and a mean of what is left
-repeats better than a median of few."""
+repeats better than a median of few. Moments may weigh differently: then it is the half by weight."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 KNOWN = 0.03  # relative error of a time beyond which it is taken again
 
@@ -16,9 +16,15 @@ def _half(times: Iterable[float]) -> list[float]:
     return ordered[quarter : len(ordered) - quarter]
 
 
-def middle(times: Iterable[float]) -> float:
+def middle(times: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> float:
     """The mean of the middle half."""
-    return statistics.mean(_half(times))
+    ordered = sorted(zip(times, weights, strict=False))
+    whole = sum(weight for _, weight in ordered)
+    total = below = 0.0
+    for time, weight in ordered:
+        total += time * max(0.0, min(below + weight, 0.75 * whole) - max(below, 0.25 * whole))
+        below += weight
+    return total / (0.5 * whole)
 
 
 def apart(times: Iterable[float]) -> float:
@@ -27,6 +33,6 @@ def apart(times: Iterable[float]) -> float:
     return half[-1] - half[0]
 
 
-def strays(times: Sequence[float]) -> bool:
+def strays(times: Sequence[float], known: float = KNOWN) -> bool:
     """Whether the middle is not known yet; the quartiles of few times lie about one deviation apart."""
-    return apart(times) > KNOWN * math.sqrt(len(times)) * middle(times)
+    return apart(times) > known * math.sqrt(len(times)) * middle(times)
