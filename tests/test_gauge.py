@@ -16,9 +16,9 @@ from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import AT_ONCE, Progress, _SoFar, calibrated, drift, requests
 from fourfold.gauge.collectives import Effort, Found, measured, rates, waited
-from fourfold.gauge.kernels import Rounds, Sample, _links, arithmetic, looked_at, samples, timed
+from fourfold.gauge.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, looked_at, samples, timed
 from fourfold.gauge.measuring import check_here, foretold, here
-from fourfold.gauge.middle import strays
+from fourfold.gauge.middle import middle, strays
 from fourfold.gauge.pace import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
@@ -241,6 +241,30 @@ def test_kernels_are_told_at_the_pace_asked_for() -> None:
 ])  # fmt: skip
 def test_kernels_are_timed_again_until_the_middle_of_their_times_is_known(times: list[float], again: bool) -> None:
     assert strays(times) is again
+
+
+@pytest.mark.parametrize(("scale", "again"), [(1e-4, False), (1e-2, True)], ids=["short", "long"])
+def test_long_kernels_must_be_known_better(scale: float, again: bool) -> None:
+    times = [_Times(scale * forward, 0.0) for forward in (1.0, 1.02, 1.04, 1.06, 1.08, 1.1)]
+    assert _Told(times, times).strays is again
+
+
+def test_a_kernels_calm_moments_weigh_more() -> None:
+    calm, loud = _Times(1.0, 2.0).at(1.0, 0.5), _Times(4.0, 8.0).at(0.25, 0.5)
+    assert (loud.forward, loud.backward) == (2.0, 4.0), "told at the pace"
+    told = _Told([calm, loud, loud], [calm, loud, loud]).joined()
+    assert (told.forward, told.backward, told.busy) == (1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(("times", "weights", "found"), [
+    ([3.0], [1.0], 3.0),
+    ([2.0, 1.0], [1.0, 1.0], 1.5),
+    ([1.0, 100.0, 2.0, 3.0], [1.0] * 4, 2.5),
+    ([1.0, 2.0, 3.0, 4.0, 100.0], [1.0] * 5, 3.0),  # a quarter of the weight is more than the last alone
+    ([1.0, 5.0], [3.0, 1.0], 1.0),
+])  # fmt: skip
+def test_the_middle_of_times_is_the_mean_of_their_middle_half(times: list[float], weights: list[float], found: float) -> None:
+    assert middle(times, weights) == pytest.approx(found)
 
 
 def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
