@@ -137,12 +137,14 @@ def _steps(exchange: Exchange) -> tuple[Step, ...]:
 
 
 def _sliced(mesh: Mesh, source: Layout, target: Layout) -> Layout:
-    """The source cut down, without communication, to what the target needs on axes where the source is whole."""
+    """The source cut down, without communication, to what the target needs on axes where the source is whole. Parts of other
+    ranks that overlap, as the gradients of halos do, must be added first: there nothing is cut."""
     dims = []
     for have, want in zip(source.dims, target.dims, strict=True):
         new = set(want.axes) - set(have.axes) - source.partial
         subset = new and not new & source.sharded and set(have.axes) <= set(want.axes) and not (set(want.axes) & source.partial)
         nested = subset and all(want.at(p) <= have.at(p) for p in want.points())
+        nested = nested and all(_apart(have, want, axis) for axis in have.axes)
         dims.append(want if nested else have)
     taken = {a for own in dims for a in own.axes}
     return Layout(tuple(dims), source.partial, source.replicate - taken)
