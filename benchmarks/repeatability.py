@@ -25,7 +25,7 @@ from fourfold.cluster import Cluster
 from fourfold.cluster.cache import cache_folder
 from fourfold.gauge.calibration import calibrated
 from fourfold.gauge.collectives import FULL, Effort
-from fourfold.gauge.kernels import Sample, samples
+from fourfold.gauge.kernels import samples_of
 from fourfold.gauge.measuring import here
 from fourfold.oracle.table import add_kernels
 from fourfold.plans import pipeline
@@ -60,9 +60,8 @@ def once(place: str, models: list[str], effort: Effort) -> Found:
     shutil.rmtree(cache_folder() / "kernels", ignore_errors=True)
     with crew(int(place)) as team:
         seen = {model: subject(text, batch=batch) for model, (text, batch) in MODELS.items() if model in models}
-        wanted: dict[str, Sample] = {}
-        for one, plan in product(seen.values(), PLANS):
-            wanted |= samples(pipeline(one.graph, made(place, plan, one, team)), {}, wanted)
+        plans = [pipeline(one.graph, made(place, plan, one, team)) for one, plan in product(seen.values(), PLANS)]
+        wanted = samples_of(plans, {})
         for progress in calibrated(team, effort=effort, kernels=list(wanted.values())):
             print(f"  {progress.done} of {progress.of}: {progress.next:60}", end="\r", file=sys.stderr, flush=True)
         add_kernels(here(progress.cluster).measured.kernels, progress.kernels)

@@ -56,8 +56,10 @@ def calibrate(
                     told(so_far.next, so_far.done, so_far.of)
             finally:  # interrupted, too
                 if is_leader() and so_far is not None and so_far.done:
-                    save_cluster(here(so_far.cluster), path)
-                    add_kernels(here(so_far.cluster).measured.kernels, so_far.kernels)
+                    cluster = here(so_far.cluster)
+                    save_cluster(cluster, path)
+                    if so_far.kernels:
+                        add_kernels(cluster.measured.kernels, so_far.kernels)
             assert so_far is not None
             cluster = here(so_far.cluster)
     record = calibration_record(cluster, file=str(path))

@@ -56,11 +56,11 @@ def calibrated(
     wanted, timing = requests(hosts), Timing(kernels, {})
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
     so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count, ranks(kept_pace)[0])
-    done, of = 0, effort.rounds * (1 + len(wanted) + -(-len(kernels) // AT_ONCE))
-    cluster, times = so_far.base, dict[str, KernelTime]()
+    done, of = 0, effort.rounds * (1 + len(wanted) + len(_parts(timing.wanted)))
 
     def progress(words: str) -> Progress:
-        return Progress(cluster=cluster, kernels=times, done=done, of=of, next=words)
+        cluster = so_far.cluster() if so_far.facts else so_far.base
+        return Progress(cluster=cluster, kernels=timing.times(cluster.kinds[0].pace), done=done, of=of, next=words)
 
     for number in range(effort.most):
         every = number < effort.rounds
@@ -68,26 +68,31 @@ def calibrated(
         unsure = timing.wanted if every else timing.unsure(so_far.pace)
         if not again and not unsure:
             break
-        of = max(of, done + 1 + len(again) + -(-len(unsure) // AT_ONCE))
+        of = max(of, done + 1 + len(again) + len(_parts(unsure)))
         yield progress("rates of one rank while all are busy")
         so_far.next_round(ranks(pace_now)[0], ranks(rates))
+        done += 1
         for request, sizes in again:
-            done, cluster = done + 1, so_far.cluster()
             count, size = len(request.groups), len(request.groups[0])
             yield progress(f"{request.collective} in {count} x {size} ranks over {request.level}")
             pace = ranks(pace_now)[0]
             so_far.add(request, pace, ranks(measured, request, sizes)[request.groups[0][0]])
             if request.collective == WAITING and request.crowd > 1 and every:
                 so_far.add_waits(request, ranks(pace_now)[0], ranks(waited, request)[request.groups[0][0]])
-        for first in range(0, len(unsure), AT_ONCE):
-            done, cluster = done + 1, so_far.cluster()
-            yield progress(f"kernel {first + 1} of {len(unsure)}")
-            timing.take(ranks, unsure[first : first + AT_ONCE], alone=every)
-        done, cluster, times = done + 1, so_far.cluster(), timing.times(so_far.pace)
+            done += 1
+        for k, part in enumerate(_parts(unsure)):
+            yield progress(f"kernel {k * AT_ONCE + 1} of {len(unsure)}")
+            timing.take(ranks, part, alone=every)
+            done += 1
     if is_leader():
-        keep_pace(cluster.kinds[0].pace)
+        keep_pace(_rounded(so_far.pace))
     done = of
     yield progress("")
+
+
+def _parts(kernels: Sequence[Sample]) -> list[Sequence[Sample]]:
+    """Kernels, some at once."""
+    return [kernels[k : k + AT_ONCE] for k in range(0, len(kernels), AT_ONCE)]
 
 
 class _SoFar:

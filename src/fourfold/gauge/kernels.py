@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.gauge.collectives import FULL
 from fourfold.gauge.middle import KNOWN, apart, middle, strays
 from fourfold.gauge.pace import Pace, by_host, felt, with_a_core_each
 from fourfold.graph import Graph
@@ -60,7 +61,7 @@ class Rounds:
     most: int
 
 
-ROUNDS = Rounds(8, 24)
+ROUNDS = Rounds(FULL.rounds, FULL.most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,14 @@ class Sample:
     graph: Graph
     mesh: Mesh
     member: int
+
+
+def samples_of(plans: Iterable[Pipeline], dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
+    """The distinct kernels of lowered plans that no table has, by key."""
+    out: dict[str, Sample] = {}
+    for lowered in plans:
+        out |= samples(lowered, dtypes, {*known, *out})
+    return out
 
 
 def samples(pipeline: Pipeline, dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:

@@ -8,7 +8,7 @@ from functools import partial
 
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import InvalidInput
-from fourfold.gauge.kernels import ROUNDS, Rounds, Sample, samples, timed
+from fourfold.gauge.kernels import ROUNDS, Rounds, Sample, samples_of, timed
 from fourfold.gauge.pace import machine_name
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import Prices
@@ -36,11 +36,9 @@ def here(cluster: Cluster) -> Cluster:
 
 def kernels_of(models: Iterable[str], ranks: Ranks | Joined, *, batch: int | None = None) -> list[Sample]:
     """The kernels of MODELs, divided by data over the ranks."""
-    out: dict[str, Sample] = {}
-    for text in models:
-        seen = subject(text, batch=batch, data=False)
-        out |= samples(pipeline(seen.graph, seen.plan("data", ranks=ranks.count)), DTYPES["fp32"], out)
-    return list(out.values())
+    seen = [subject(text, batch=batch, data=False) for text in models]
+    plans = [pipeline(one.graph, one.plan("data", ranks=ranks.count)) for one in seen]
+    return list(samples_of(plans, DTYPES["fp32"]).values())
 
 
 def foretold(
@@ -86,9 +84,7 @@ def measured_prices(
     cluster = here(cluster)
     name = cluster.measured.kernels
     known = share(ranks, lambda: load_kernels(name))
-    missing: dict[str, Sample] = {}
-    for lowered in plans:
-        missing |= samples(lowered, DTYPES[precision], {*known, *missing})
+    missing = samples_of(plans, DTYPES[precision], known)
     if missing:
         found = timed(ranks, missing.values(), PRECISIONS[precision], rounds, cluster.kinds[0].pace)
         known = {**known, **found}

@@ -10,12 +10,6 @@ from itertools import repeat
 KNOWN = 0.03  # relative error of a time beyond which it is taken again
 
 
-def _half(times: Iterable[float]) -> list[float]:
-    ordered = sorted(times)
-    quarter = len(ordered) // 4
-    return ordered[quarter : len(ordered) - quarter]
-
-
 def middle(times: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> float:
     """The mean of the middle half."""
     ordered = sorted(zip(times, weights, strict=False))
@@ -29,8 +23,9 @@ def middle(times: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> fl
 
 def apart(times: Iterable[float]) -> float:
     """The distance of the quartiles."""
-    half = _half(times)
-    return half[-1] - half[0]
+    ordered = sorted(times)
+    quarter = len(ordered) // 4
+    return ordered[-1 - quarter] - ordered[quarter]
 
 
 def strays(times: Sequence[float], known: float = KNOWN) -> bool:
