@@ -1,7 +1,8 @@
 """From an `nn.Module` and its loss to a `Graph`, by torch.export.
 
-Non-strict export in train mode with a dynamic batch dim; where a model fixes its batch size, a static capture instead. The
-result is kept as high-level as torch.export leaves it; the little that is changed, `walk.py` changes.
+Non-strict export with a dynamic batch dim; where a model fixes its batch size, a static capture instead. Every submodule is
+captured in the mode (train, eval) the user left it in, and the module is left as it was. The result is kept as high-level as
+torch.export leaves it; the little that is changed, `walk.py` changes. What export would drop, `observe.py` refuses.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import fourfold
 from fourfold.errors import CaptureFailed
+from fourfold.graph.attributes import unchanged
+from fourfold.graph.observe import Observer, refuse_hooks
 from fourfold.graph.ranges import KnownRanges
 from fourfold.graph.recurrence import by_shapes
 from fourfold.graph.spec import Graph, Op, Parameter, Ref
@@ -57,36 +63,88 @@ def batch_of(inputs: Inputs) -> int:
     raise CaptureFailed("no input tensor has a batch dim; give inputs whose first dim is the batch")
 
 
+class _Observed(WithLoss):
+    """Model and loss, watched; `times` calls of forward, of which the last counts."""
+
+    def __init__(self, whole: WithLoss, observer: Observer, times: int = 1) -> None:
+        super().__init__(whole.model, whole.loss)
+        self._observer, self._times = observer, times
+
+    def forward(self, inputs: Any, targets: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
+        for _ in range(self._times):
+            result = self._observer.call(self, lambda: WithLoss.forward(self, inputs, targets))
+        return result
+
+
 def capture(
     model: nn.Module,
     inputs: Inputs,
     targets: tuple[Tensor, ...] = (),
     loss: Loss | None = None,
     *,
-    train: bool = True,
+    train: bool | None = None,
     fixed: bool = False,
 ) -> Graph:
-    """Capture model and loss; the batch stays open if the model allows it and `fixed` does not forbid it."""
+    """Capture model and loss; the batch stays open if the model allows it and `fixed` does not forbid it.
+
+    `train`: by default every submodule is captured in the mode it is in; True or False switches all of them, for this capture.
+    """
     whole = WithLoss(model, loss)
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(train)
-    try:
+    trains = train is not False
+    if trains:
+        refuse_hooks(whole)
+    with unchanged(whole):
+        if train is not None:
+            model.train(train)
         if fixed:
-            return _graph(whole, _export(whole, inputs, targets, dynamic=False), inputs, targets, batch=batch_of(inputs))
+            return _captured(whole, inputs, targets, dynamic=False, trains=trains)
         try:
-            return _graph(whole, _export(whole, inputs, targets, dynamic=True), inputs, targets, batch=None)
+            return _captured(whole, inputs, targets, dynamic=True, trains=trains)
         except CaptureFailed as reason:
             try:
-                exported = _export(whole, inputs, targets, dynamic=False)
+                return _captured(whole, inputs, targets, dynamic=False, trains=trains)
             except CaptureFailed:
                 raise reason from None
-            return _graph(whole, exported, inputs, targets, batch=batch_of(inputs))
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
-def _export(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dynamic: bool) -> Any:
+def _captured(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dynamic: bool, trains: bool) -> Graph:
+    seen = Observer(differentiated=trains)
+    with unchanged(whole):
+        exported = _export(whole, inputs, targets, seen, dynamic=dynamic)
+    name = type(whole.model).__name__
+    seen.refuse(name)
+    _refuse_state(whole, inputs, targets, seen, exported.constants.values(), dynamic=dynamic)
+    batch = None if dynamic else batch_of(inputs)
+    return _graph(whole, exported, inputs, targets, batch=batch, twice=seen.written_twice)
+
+
+def _refuse_state(
+    whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], seen: Observer, constants: Any, *, dynamic: bool
+) -> None:
+    """Refuse attributes that carry something from one call of forward to the next: the captured program has none of them. What
+    changes in the first call and not in the second, as a cache does, carries nothing."""
+    name, baked = type(whole.model).__name__, {id(tensor) for tensor in constants}
+    remedy = "keep it in a registered buffer, or outside of forward"
+    for key, tensor in seen.replaced.items():
+        if id(tensor) in baked:
+            raise CaptureFailed(f"{name} reads and replaces the tensor '{_shown(key)}' in forward; {remedy}")
+    if not seen.changed:
+        return
+    again = Observer(differentiated=False)
+    with unchanged(whole):
+        _export(whole, inputs, targets, again, dynamic=dynamic, times=2)
+    if again.changed:
+        raise CaptureFailed(f"{name} changes '{_shown(again.changed[0])}' in every call of forward, and capture would freeze it; "
+                            f"{remedy}")  # fmt: skip
+
+
+def _shown(key: str) -> str:
+    return key.removeprefix("model.")
+
+
+def _export(
+    whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], observer: Observer, *, dynamic: bool, times: int = 1
+) -> Any:
     batch = batch_of(inputs)
     device = next((p.device for p in whole.parameters()), torch.device("cpu"))
 
@@ -99,10 +157,16 @@ def _export(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dyn
     dim = torch.export.Dim("batch", min=2, max=1 << 40)
     args = pytree.tree_map(example, (inputs, targets))
     shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, (inputs, targets))
+    observed = _Observed(whole, observer, times)
     try:
-        with warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()), by_shapes(), KnownRanges():
+        with (
+            warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()),
+            by_shapes(), KnownRanges(), observer.watching(),
+        ):  # fmt: skip
             warnings.simplefilter("ignore")
-            return torch.export.export(whole, args, dynamic_shapes=shapes if dynamic else None, strict=False)
+            return torch.export.export(observed, args, dynamic_shapes=shapes if dynamic else None, strict=False)
+    except CaptureFailed:
+        raise
     except Exception as error:
         raise CaptureFailed(_explained(whole.model, error)) from error
 
@@ -122,18 +186,23 @@ def _batched(tensor: Tensor, batch: int) -> bool:
     return tensor.dim() > 0 and int(tensor.shape[0]) == batch
 
 
+_ROOTS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, fourfold))
+"""The folders of code that is not the user's."""
+
+
 def _explained(model: nn.Module, error: Exception) -> str:
     """One line: what failed, at which line of the user's code, and what to do about it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and __file__ != f.filename]
-    frames = [f for f in frames if "contextlib" not in f.filename and "fourfold" not in f.filename] or frames
-    frames = [f for f in frames if f.line]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.line and not f.filename.startswith(_ROOTS)]
+    frames = [f for f in frames if f.filename != contextlib.__file__]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
     reason = " ".join((str(error).strip() or type(error).__name__).split())[:200]
     hint = "avoid .item(), data-dependent control flow and Python side effects in forward"
     return f"{type(model).__name__} cannot be exported{where}: {reason}; {hint}"
 
 
-def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor, ...], *, batch: int | None) -> Graph:
+def _graph(
+    whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor, ...], *, batch: int | None, twice: set[str]
+) -> Graph:
     builder, env = Walk(), {}
     state = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers(remove_duplicate=False))}
     first: dict[int, str] = {}
@@ -171,6 +240,7 @@ def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor
     loss, *outputs = builder.walk(exported.graph, exported.graph_module, env, "")
     if not isinstance(loss, Ref) or builder.values[loss.name].shape != ():
         raise CaptureFailed("the loss must be a scalar tensor; reduce it with mean() or sum()")
+    _write_twice(builder, {by_key[key].name: _shown(key) for key in twice if key in by_key})
     count = len(pytree.tree_leaves(inputs))
     return Graph(
         values=builder.values,
@@ -185,6 +255,24 @@ def _graph(whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor
         batch=batch,
         aliases=tuple(aliases.items()),
     )
+
+
+def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
+    """Buffers written inside torch.utils.checkpoint, which runs forward again for backward, are written twice, as eager does:
+    running statistics move twice towards the same ones of the batch, a counter counts two."""
+    left = dict(buffers)
+    for k, op in enumerate(builder.ops):
+        args = op.args
+        if op.target.startswith(("aten.batch_norm", "aten.instance_norm")) and args[5] and set(op.operands) & set(buffers):
+            builder.ops[k] = replace(op, args=(*args[:6], 1 - (1 - args[6]) ** 2, *args[7:]))
+            for name in op.operands:
+                left.pop(name, None)
+        elif op.inplace == "aten.add_.Tensor" and op.operands == (op.operands[0],) and op.operands[0] in left:
+            builder.ops[k] = replace(op, args=(args[0], 2 * args[1]))
+            del left[op.operands[0]]
+    for key in left.values():
+        raise CaptureFailed(f"buffer '{key}' is written inside torch.utils.checkpoint, which runs that part of forward twice; leave "
+                            "the checkpoint out and recompute by the plan")  # fmt: skip
 
 
 def _last_writes(builder: Walk) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +78,10 @@ class Walk:
         body_at = next((i for i, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr"), None)
         if body_at is None or "wrap" not in name:
             raise CaptureFailed(f"the higher-order op {name} is not supported; write this part with plain tensor ops")
+        if "autocast" in name and node.args[2]:
+            dtype = str(node.args[1]).removeprefix("torch.")
+            raise CaptureFailed(f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}){_line(node)}, which capture cannot "
+                                "carry; leave it out and choose a --precision, or cast by .to(dtype)")  # fmt: skip
         body = env[node.args[body_at]]  # type: ignore[index]
         inner: dict[torch.fx.Node, Any] = {}
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -191,6 +196,12 @@ def _functional(overload: Any, target: str) -> tuple[Any, str]:
     if twin is None:
         raise CaptureFailed(f"the in-place op {target} has no functional form; write it without the in-place call")
     return twin, f"aten.{name.removesuffix('_')}.{variant}"
+
+
+def _line(node: torch.fx.Node) -> str:
+    """The line of the user's code that a node comes from, where it is known."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace", "")))
+    return f" at {places[-1][0]}:{places[-1][1]}" if places else ""
 
 
 def _module_path(node: torch.fx.Node) -> str:

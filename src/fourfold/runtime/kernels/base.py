@@ -126,9 +126,9 @@ def _has_ref(value: Any) -> bool:
 
 
 def overload(target: str) -> Any:
-    """The ATen callable of a target such as ``aten.relu.default``."""
-    _, name, variant = target.split(".")
-    return getattr(getattr(torch.ops.aten, name), variant)
+    """The callable of a target such as ``aten.relu.default``, or of an op that the user registered."""
+    library, name, variant = target.split(".")
+    return getattr(getattr(getattr(torch.ops, library), name), variant)
 
 
 class _Attached(torch.autograd.Function):

@@ -1,0 +1,101 @@
+"""The attributes of a module around a call: put back as they were, and compared.
+
+Modules keep more than parameters and buffers: counters, caches, lists of heads that several submodules share. A trace writes
+into them, and torch.export puts copies back where objects were shared. `unchanged` restores the very objects, with the contents
+they had. `plain_state` is what can be compared of them: numbers, texts and the shape of containers, not tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
+_OWN = frozenset(vars(nn.Module()))  # what every module has
+_DEPTH = 6  # containers within containers
+
+
+@contextmanager
+def unchanged(root: nn.Module) -> Iterator[None]:
+    """Whatever happens inside, every submodule has the attributes it had, the same objects with the same contents."""
+    before = [(vars(module), dict(vars(module))) for module in root.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    for _, attributes in before:
+        _remember(list(attributes.values()), contents, _DEPTH)
+    try:
+        yield
+    finally:
+        for container, kept in contents.values():
+            _refill(container, kept)
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)
+
+
+def _remember(values: list[Any], contents: dict[int, tuple[Any, Any]], depth: int) -> None:
+    """Copy the contents of containers, and of those in them."""
+    for value in values:
+        if isinstance(value, _CONTAINERS) and id(value) not in contents:
+            contents[id(value)] = (value, value.copy())
+        elif not isinstance(value, tuple):
+            continue
+        if depth:
+            _remember(list(value.values() if isinstance(value, dict) else value), contents, depth - 1)
+
+
+def _refill(container: Any, kept: Any) -> None:
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(kept)
+    else:
+        container.update(kept)
+
+
+def plain_state(root: nn.Module) -> dict[str, Any]:
+    """By name, the attributes of all submodules that a user set, with tensors and foreign objects left out."""
+    return {
+        f"{path}.{name}" if path else name: _fingerprint(value, _DEPTH)
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OWN
+    }
+
+
+def _fingerprint(value: Any, depth: int) -> Any:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return str(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if depth and isinstance(value, dict):
+        return {key: _fingerprint(item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, (list, tuple, deque)):
+        return [_fingerprint(item, depth - 1) for item in value]
+    return len(value) if isinstance(value, (set, dict, list, tuple, deque)) else type(value)
+
+
+def tensors_of(root: nn.Module) -> dict[str, Tensor]:
+    """By name, the tensors that submodules hold without having registered them."""
+    found: dict[str, Tensor] = {}
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                _tensors(value, f"{path}.{name}" if path else name, found, _DEPTH)
+    return found
+
+
+def _tensors(value: Any, name: str, found: dict[str, Tensor], depth: int) -> None:
+    if isinstance(value, Tensor):
+        found[name] = value
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            _tensors(item, f"{name}[{key!r}]", found, depth - 1)
+    elif depth and isinstance(value, (list, tuple, deque)):
+        for i, item in enumerate(value):
+            _tensors(item, f"{name}[{i}]", found, depth - 1)
