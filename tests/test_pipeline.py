@@ -20,7 +20,7 @@ from fourfold.plans.plan import Segment
 from fourfold.plans.schedule import schedule_named
 from fourfold.plans.stages import cut
 from fourfold.runtime.launch import Ranks
-from fourfold.runtime.reference import EAGER, PROGRAM
+from fourfold.runtime.reference import EAGER
 from fourfold.timeline import Timeline
 from ranks import pool
 from small import batch_of
@@ -48,7 +48,7 @@ def test_awkward_nets_on_ranks_equal_the_module(name: str, ranks: int, schedule:
     judge = net(name)
     stages = ranks * 2 if schedule == "interleaved" else ranks
     judge.assert_equal(judge.plan(cuts(judge, stages, 7), places=ranks, microbatches=microbatches, schedule=schedule))
-    assert judge.reference.kind == (PROGRAM if name == "Dropped" else EAGER)
+    assert judge.reference.kind == EAGER
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -47,6 +47,10 @@ class WorkerFailed(Error):
     exit_code = 3
 
 
+class Notice(UserWarning):
+    """Something a user of the Python interface should know; the command line prints it."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The end of an "unknown name" message: "; did you mean 'resnet50'?", or nothing if no choice is near."""
     by_folded = {choice.casefold(): choice for choice in choices}

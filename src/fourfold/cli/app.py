@@ -175,7 +175,7 @@ def verify(
         check_request(precision=precision, optimizer=optimizer, steps=steps)
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
-            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
+            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
             said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
@@ -208,11 +208,12 @@ def train(
     seed: Seed = 0,
     cluster: Calibrated = None,
     predict: Predict = True,
+    allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Go on after a loss that is NaN or infinite.")] = False,
     trace: Trace = None,
     record_file: Record = None,
     as_json: Json = False,
-) -> None:
-    """Train under a plan, on made-up data or a set of examples."""
+) -> int:
+    """Train under a plan, on made-up data or a set of examples: exit code 1 if the loss becomes NaN or infinite."""
     voice = Voice(json=as_json)
     with voice.working(f"capturing {model}") as say:
         from fourfold.report.record import train_record
@@ -227,7 +228,8 @@ def train(
         check_place(trace)
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
-            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed)
+            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
+            _check_capture(team, seen, voice, say)
             said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
             say(f"starting {made.size} ranks")
 
@@ -236,13 +238,37 @@ def train(
                 voice.line(step_text(step, steps, loss, seconds))
 
             history = run(seen, made, team, steps=steps, precision=precision, optimizer=optimizer, seed=seed, data=data,
-                          told=told)  # fmt: skip
+                          allow_nan=allow_nan, told=told)  # fmt: skip
     file = write_timelines(said, history.timeline, made, trace) if trace is not None else None
     record = train_record(
         history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file
     )
     write_record(record, record_file)
     voice.answer(record, lambda: history_text(history, said))
+    if history.bad_step is None or allow_nan:
+        return 0
+    voice.note(f"the loss of step {history.bad_step} is {history.losses[-1]}, so the run stopped there; --allow-nan goes on")
+    return 1
+
+
+def _check_capture(team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None]) -> None:
+    """Two steps of the captured graph against eager PyTorch, on one process for all."""
+    from fourfold.errors import CaptureFailed
+    from fourfold.runtime.crew import share
+    from fourfold.runtime.faithful import refuse_unfaithful
+
+    def found() -> str | CaptureFailed | None:
+        try:
+            return refuse_unfaithful(seen)
+        except CaptureFailed as error:
+            return error
+
+    say("comparing what was captured with eager PyTorch")
+    answer = share(team, found)
+    if isinstance(answer, CaptureFailed):
+        raise answer
+    if answer is not None:
+        voice.note(answer)
 
 
 def _foretold(
@@ -264,10 +290,12 @@ def _foretold(
 
 
 def _prepared(
-    team: Ranks | Joined, model: str, loaded: Plan | None, strategy: str | None, options: Options, batch: int | None, seed: int
-) -> tuple[Subject, Plan]:
+    team: Ranks | Joined, model: str, loaded: Plan | None, strategy: str | None, options: Options, batch: int | None, seed: int,
+    voice: Voice,
+) -> tuple[Subject, Plan]:  # fmt: skip
     """The model on this process and the plan to run it by; under torchrun the first rank captures for all."""
     from fourfold.runtime.crew import check_count, is_leader, share
+    from fourfold.runtime.parallel import IN_EVAL_MODE
     from fourfold.runtime.subject import subject
 
     size = loaded.batch if loaded is not None else batch
@@ -275,6 +303,8 @@ def _prepared(
     graph = share(team, lambda: own.graph if own is not None else None)
     seen = own or subject(model, batch=size, seed=seed, graph=graph)
     made = loaded if loaded is not None else seen.plan(str(strategy), ranks=team.count, options=options)
+    if not seen.case.module.training:
+        voice.note(IN_EVAL_MODE.format(type(seen.case.module).__name__))
     made.check(seen.graph)
     check_count(made, team.count)
     return seen, made

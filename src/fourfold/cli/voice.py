@@ -42,6 +42,11 @@ class Voice:
         if not self.json and not self.silent:
             print(text, flush=True)
 
+    def note(self, text: str) -> None:
+        """A line that people should see beside the result, with --json too."""
+        if not self.silent:
+            print(f"fourfold: {text}", file=sys.stderr)
+
     @contextlib.contextmanager
     def counting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
         """A bar that fills: the value takes the words, how many are done, and of how many."""

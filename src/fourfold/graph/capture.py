@@ -134,8 +134,8 @@ def _refuse_state(
     with unchanged(whole):
         _export(whole, inputs, targets, again, dynamic=dynamic, times=2)
     if again.changed:
-        raise CaptureFailed(f"{name} changes '{_shown(again.changed[0])}' in every call of forward, and capture would freeze it; "
-                            f"{remedy}")  # fmt: skip
+        changed = _shown(again.changed[0])
+        raise CaptureFailed(f"{name} changes '{changed}' in every call of forward, and capture would freeze it; {remedy}")
 
 
 def _shown(key: str) -> str:
@@ -271,8 +271,8 @@ def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
             builder.ops[k] = replace(op, args=(args[0], 2 * args[1]))
             del left[op.operands[0]]
     for key in left.values():
-        raise CaptureFailed(f"buffer '{key}' is written inside torch.utils.checkpoint, which runs that part of forward twice; leave "
-                            "the checkpoint out and recompute by the plan")  # fmt: skip
+        raise CaptureFailed(f"buffer '{key}' is written inside torch.utils.checkpoint, which runs that part of forward twice; "
+                            "leave the checkpoint out and recompute by the plan")  # fmt: skip
 
 
 def _last_writes(builder: Walk) -> list[tuple[str, str]]:

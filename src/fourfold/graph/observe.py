@@ -1,11 +1,12 @@
 """What torch.export drops without a word, watched for while it traces, and refused by name.
 
-Export records tensor ops. The backward of a custom autograd.Function, hooks on gradients, hooks on saved tensors, numbers drawn
-by Python and state kept in attributes leave no op behind: the captured program would train with other numbers. Two things are
-carried instead of refused: a buffer that forward binds anew is written at the end of forward, and buffers written inside
-torch.utils.checkpoint, which runs its part of forward twice, are reported for `capture.py` to write twice.
+Export records tensor ops. The backward of a custom autograd.Function, hooks on gradients, hooks on saved tensors, numbers
+drawn by Python and state kept in attributes leave no op behind: the captured program would train with other numbers. Two
+things are carried instead of refused: a buffer that forward binds anew is written at the end of forward, and buffers
+written inside torch.utils.checkpoint, which runs its part of forward twice, are reported for `capture.py` to write twice.
 
-Not seen here: hooks on `grad_fn` nodes and state outside of the module. The numeric check of `runtime/faithful.py` is for those.
+Not seen here: hooks on `grad_fn` nodes and state outside of the module. The numeric check of `runtime/faithful.py` is for
+those.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ class Observer(TorchFunctionMode):
         drawn = (random.getstate(), _numpy_state())
         with self._checkpoints(whole):
             loss, outputs = forward()
-        self.draws += [n for n, a, b in zip(("random", "numpy.random"), drawn, (random.getstate(), _numpy_state()), strict=True)
-                       if a != b]  # fmt: skip
-        now = plain_state(whole)
+        now_drawn = (random.getstate(), _numpy_state())
+        sources = zip(("random", "numpy.random"), drawn, now_drawn, strict=True)
+        self.draws += [source for source, before, after in sources if before != after]
+        now, tensors_now = plain_state(whole), tensors_of(whole)
         self.changed = [name for name in now if name not in plain or plain[name] != now[name]]
-        after = tensors_of(whole)
-        self.replaced = {name: old for name, old in tensors.items() if after.get(name) is not old}
-        _write_back(whole, buffers)
+        self.replaced = {name: old for name, old in tensors.items() if tensors_now.get(name) is not old}
+        _write_back(buffers)
         if self.differentiated:
             self.functions += _custom_functions([loss, *pytree.tree_leaves(outputs)])
         return loss, outputs
@@ -146,19 +147,19 @@ class Observer(TorchFunctionMode):
         if self.differentiated and self.functions:
             found = self.functions[0]
             if found is checkpointing.CheckpointFunction:
-                raise CaptureFailed(f"{name} uses torch.utils.checkpoint with use_reentrant=True, whose gradients capture cannot "
-                                    "carry; use use_reentrant=False, or leave it out and recompute by the plan")  # fmt: skip
+                raise CaptureFailed(f"{name} uses torch.utils.checkpoint with use_reentrant=True, whose gradients capture "
+                                    "cannot carry; use use_reentrant=False, or recompute by the plan")  # fmt: skip
             raise CaptureFailed(f"{name} uses the autograd.Function {found.__qualname__}, whose backward capture cannot "
                                 f"carry; {plain}")  # fmt: skip
         if self.differentiated and self.hooks:
             raise CaptureFailed(f"{name} sets {self.hooks[0]} in forward, which capture cannot carry; change the gradients "
                                 "after backward (forward_backward) instead")  # fmt: skip
         if self.draws:
-            raise CaptureFailed(f"{name} draws numbers from {self.draws[0]} in forward, which capture would freeze; draw them by "
-                                "torch, or pass them in as inputs")  # fmt: skip
+            raise CaptureFailed(f"{name} draws numbers from {self.draws[0]} in forward, which capture would freeze; draw them "
+                                "by torch, or pass them in as inputs")  # fmt: skip
 
 
-def _write_back(whole: nn.Module, before: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]) -> None:
+def _write_back(before: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]) -> None:
     """A buffer that forward bound anew: the stored one is written with the new value, as the last thing forward does."""
     for (_, name), (path, module, old) in before.items():
         new = module._buffers.get(name)
@@ -169,8 +170,8 @@ def _write_back(whole: nn.Module, before: Mapping[tuple[int, str], tuple[str, nn
             was, now = (None if t is None else (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (old, new))
             raise CaptureFailed(f"forward binds buffer '{key}' to {now}, it was {was}; keep its shape and dtype")
         if new.requires_grad:
-            raise CaptureFailed(f"forward binds buffer '{key}' to a tensor that requires grad; detach it, or eager PyTorch fails "
-                                "in the second step too")  # fmt: skip
+            raise CaptureFailed(f"forward binds buffer '{key}' to a tensor that requires grad; detach it, since eager PyTorch "
+                                "fails in the second step too")  # fmt: skip
         with torch.no_grad():
             old.copy_(new)
         module._buffers[name] = old
@@ -189,14 +190,14 @@ def _custom_functions(results: Sequence[Any]) -> list[type]:
     """Custom Functions on the way from results back to the leaves."""
     stack = [t.grad_fn for t in results if isinstance(t, Tensor)]
     seen: set[Any] = set()
-    found = []
+    found: list[type] = []
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction):
-            found.append(type(node)._forward_cls)  # type: ignore[attr-defined]
+            found.append(type(node)._forward_cls)
         stack += [behind for behind, _ in node.next_functions]
     return found
 

@@ -80,8 +80,8 @@ class Walk:
             raise CaptureFailed(f"the higher-order op {name} is not supported; write this part with plain tensor ops")
         if "autocast" in name and node.args[2]:
             dtype = str(node.args[1]).removeprefix("torch.")
-            raise CaptureFailed(f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}){_line(node)}, which capture cannot "
-                                "carry; leave it out and choose a --precision, or cast by .to(dtype)")  # fmt: skip
+            raise CaptureFailed(f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}){_line(node)}, which capture "
+                                "cannot carry; leave it out and choose a --precision, or cast by .to(dtype)")  # fmt: skip
         body = env[node.args[body_at]]  # type: ignore[index]
         inner: dict[torch.fx.Node, Any] = {}
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -115,6 +115,8 @@ class Walk:
             target, args, kwargs = self._creation(target, args, kwargs)
         if target.startswith("aten.type_as") or target == "aten.to.other":  # the other operand lends its dtype only
             target, args, kwargs = "aten.to.dtype", (args[0], Dtype(self.values[args[1].name].dtype)), {}
+        if target == "aten.embedding.default":  # a dense gradient has the same numbers as a sparse one
+            args, kwargs = (*args[:4], *(False for _ in args[4:])), {k: v for k, v in kwargs.items() if k != "sparse"}
         name = prefix + node.name
         leaves = [v for v in pytree.tree_leaves(node.meta.get("val"))]
         many = isinstance(node.meta.get("val"), (tuple, list))

@@ -120,19 +120,32 @@ def verdict_text(
         table.add_row(check.what, str(check.step), f"{check.error:.1e}", f"{check.limit:.1e}", word, check.tensor)
     whole = whole_ops(verdict.program)
     named = ", ".join(c.op.path for c in whole[:MOST_NAMED]) + (", ..." if len(whole) > MOST_NAMED else "")
-    worst = verdict.worst
-    off = f"NOT EQUAL: {worst.what} {worst.tensor} is off by {worst.error:.1e}, {worst.limit:.1e} allowed"
     split = f"{verdict.program.split_flops_fraction:.1%} of the FLOPs run split over every axis"
     figures = [f"noise floor {verdict.noise_floor:.1e}", *([split] if _axes(verdict.program) else [])]
-    head = _head(plan, model, options_text(plan), precision, f"against one process ({verdict.reference})")
+    head = _head(plan, model, options_text(plan), precision, _against(verdict.reference))
     lines = [
         "; ".join([*figures, f"{seconds_text(verdict.seconds)} a step"]),
         *_measured(verdict.peaks, verdict.waiting),
         *_foretold(foretold, verdict.seconds, verdict.peaks),
         *([f"whole on every rank: {named}"] if whole else []),
-        "EQUAL" if verdict.equal else off,
+        _word(verdict),
     ]
     return Group(head, table, *map(Text, lines))
+
+
+def _against(reference: str) -> str:
+    if reference == "eager":
+        return "against eager PyTorch in one process"
+    return f"against {reference}, since its random ops cannot be replayed"
+
+
+def _word(verdict: Verdict) -> str:
+    """The last line: EQUAL, or what is not."""
+    if verdict.bad_step is not None:
+        return f"NaN: the loss of step {verdict.bad_step} is NaN or infinite, so that nothing can be compared"
+    worst = verdict.worst
+    off = f"NOT EQUAL: {worst.what} {worst.tensor} is off by {worst.error:.1e}, {worst.limit:.1e} allowed"
+    return "EQUAL" if verdict.equal else off
 
 
 def step_text(step: int, steps: int, loss: float, seconds: float) -> str:

@@ -7,11 +7,15 @@ zero is compared with the size of the others. For parameters and buffers the ref
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fourfold.runtime.trial import Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,4 +49,59 @@ def worst_error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor], star
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    """As float64 numbers; a complex one is two of them."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach().to("cpu", torch.complex128).resolve_conj())
     return tensor.detach().to("cpu", torch.float64)
+
+
+class Distances:
+    """How far trials are from a reference, by kind and step."""
+
+    def __init__(self, reference: Trial, start: Mapping[str, Tensor], trainable: set[str]) -> None:
+        self.reference, self.start, self.trainable = reference, start, trainable
+
+    def of(self, trial: Trial) -> dict[tuple[str, int], Worst]:
+        reference, last = self.reference, len(self.reference.losses)
+        out = {
+            ("loss", 1): _loss(trial.losses[:1], reference.losses[:1]),
+            ("output", 1): worst_error(trial.outputs, reference.outputs),
+            ("gradient", 1): worst_error(trial.gradients, _with_zeros(reference.gradients, trial.gradients)),
+            **self._state(trial.first_state, reference.first_state, 1),
+        }
+        if last > 1:
+            out["loss", last] = _loss(trial.losses[1:], reference.losses[1:])
+            out.update(self._state(trial.state, reference.state, last))
+        return out
+
+    def _state(self, got: Mapping[str, Tensor], reference: Mapping[str, Tensor], step: int) -> dict[tuple[str, int], Worst]:
+        got = {**self.start, **got}  # what is in the module but not in the graph no step has touched
+        parameters = {k: t for k, t in reference.items() if k in self.trainable}
+        rest = {k: t for k, t in reference.items() if k not in self.trainable}
+        floats = {k: t for k, t in rest.items() if is_real_or_complex(t)}
+        buffers = worst_error(got, floats, self.start)
+        for key in rest.keys() - floats.keys():
+            if not torch.equal(got[key], reference[key]):
+                buffers = Worst(error=math.inf, tensor=key)
+        return {("parameter", step): worst_error(got, parameters, self.start), ("buffer", step): buffers}
+
+
+def is_real_or_complex(tensor: Tensor) -> bool:
+    """Whether a tensor is compared by distance, and not for identity as integers are."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _with_zeros(reference: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A gradient that the reference does not have is zero."""
+    return {**{k: torch.zeros_like(g) for k, g in got.items()}, **reference}
+
+
+def _loss(got: list[float], reference: list[float]) -> Worst:
+    errors = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(got, reference, strict=True)]
+    finite = all(map(math.isfinite, [*got, *reference]))
+    return Worst(error=max(errors) if finite else math.inf, tensor="loss")
+
+
+def first_bad(losses: Sequence[float]) -> int | None:
+    """The first step, counted from 1, whose loss is NaN or infinite."""
+    return next((step for step, loss in enumerate(losses, start=1) if not math.isfinite(loss)), None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fourfold.errors import Infeasible, InvalidInput
+from fourfold.errors import CaptureFailed, Infeasible, InvalidInput, Notice
 from fourfold.graph import Graph
-from fourfold.graph.capture import Inputs, Loss, capture
-from fourfold.plans import Plan
+from fourfold.graph.capture import Inputs, Loss, WithLoss, capture
+from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import lowered, pipeline
 from fourfold.runtime.execute import FullTensor
@@ -27,6 +31,9 @@ from fourfold.timeline import Timeline
 
 Named = list[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+
+IN_EVAL_MODE = "{} is in eval mode and is trained so, without dropout and with the statistics it has; call model.train() if not"
+"""What users are told who may have forgotten it: a Hugging Face model, for one, comes in eval mode."""
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
@@ -43,15 +50,45 @@ def parallelize(
     device: torch.device | None = None,
     graph: Graph | None = None,
     seed: int = 0,
+    check: bool = True,
 ) -> Parallel:
     """Bind a module to a plan on the ranks of the running process group (or on one rank without one).
 
-    The module is captured again and must be the one the plan was made for. Its tensors are used in place where a rank
-    holds them whole; a module on meta is initialised shard by shard.
+    The module is captured again, every submodule in the mode it is in, and must be the one the plan was made for. Its
+    tensors are used in place where a rank holds them whole; a module on meta is initialised shard by shard. `check`:
+    whether the first rank compares two steps of the captured graph with eager PyTorch, where the model is small enough for
+    that.
     """
+    if not model.training:
+        warnings.warn(IN_EVAL_MODE.format(type(model).__name__), Notice, stacklevel=2)
     if graph is None:
         graph = capture(model, *_examples(plan, model), loss)
+        if check:
+            _check_faithful(model, plan, graph, loss)
     return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
+
+
+def _check_faithful(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> None:
+    """The first rank compares the captured graph with the module, and all learn what it found."""
+    from fourfold.models.spec import Case
+    from fourfold.runtime.faithful import made_up, refuse_unfaithful
+    from fourfold.runtime.subject import Subject
+
+    World.started(Mesh.of(all=plan.size), torch.device("cpu"))
+    answer: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        generator = torch.Generator().manual_seed(0)
+        inputs, targets = pytree.tree_map(lambda t: made_up(t, generator), _examples(plan, model))
+        try:
+            answer = [refuse_unfaithful(Subject(text="", case=Case(model, inputs, targets, loss), graph=graph))]
+        except CaptureFailed as error:
+            answer = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], CaptureFailed):
+        raise answer[0]
+    if answer[0] is not None:
+        warnings.warn(answer[0], Notice, stacklevel=3)
 
 
 class Parallel:
@@ -72,12 +109,44 @@ class Parallel:
         self._model, self._loss, self._seed = model, loss, seed
         self._loaded: dict[str, Tensor] = {}
         self.pipeline = pipeline(graph, plan)
+        self._check_alone()
         self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
         self.module = _tree(self._held())
         nothing = torch.zeros(0, device=self._runner.device, requires_grad=True)  # torch's optimizers refuse an empty list
         trained = self._runner.named() or [("nothing", nothing)]
         self.optimizer = self._checked(optimizer(trained)) if optimizer is not None else None
+
+    def _check_alone(self) -> None:
+        """Refuse weights of another `Parallel` unless both use the module's own tensors, so that each sees the other's updates."""
+        for again in (False, True):
+            taken = {id(t): other for other in _alive for t in other._weights.values()}
+            shared = [(key, taken[id(t)]) for key, t in self._weights.items() if id(t) in taken]
+            apart = [key for key, other in shared if not (self._in_place(key) and other._in_place(key, self._weights[key]))]
+            if apart and again:
+                raise Infeasible(f"'{apart[0]}' belongs to another Parallel that is still in use, and not both keep it whole on "
+                                 "every rank, so neither would see the other's updates; use plans that keep shared weights whole "
+                                 "(data), put both losses into one module, or delete the first Parallel")  # fmt: skip
+            if not apart:
+                break
+            gc.collect()  # one that nobody uses any more may not be gone yet
+        _alive.add(self)
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        """The module's stored tensors that the graph reads, by key."""
+        whole = WithLoss(self._model, self._loss)
+        held = {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
+        return {p.key: held[p.key] for p in self.graph.parameters}
+
+    def _in_place(self, key: str, tensor: Tensor | None = None) -> bool:
+        """Whether every rank uses the module's own tensor, here or under whatever key another module has it."""
+        mine = key if tensor is None else next(k for k, t in self._weights.items() if t is tensor)
+        if len(self.pipeline.parts) > 1 or self.plan.zero == 3 or self._weights[mine].is_meta:
+            return False
+        program = self.pipeline.parts[0].program
+        name = next(p.name for p in self.graph.parameters if p.key == mine)
+        return name not in program.stored or not program.stored[name].sharded
 
     def _loader(self, world: World) -> FullTensor:
         """The module's own tensors, or those loaded since that no rank trains."""
@@ -275,5 +344,7 @@ def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
     """The plan with the shapes of its inputs written down."""
     return replace(plan, signature=signature_of(inputs, targets))
 
+
+_alive: weakref.WeakSet[Parallel] = weakref.WeakSet()
 
 __all__ = ["Layout", "Parallel", "parallelize", "signature_of", "signed"]

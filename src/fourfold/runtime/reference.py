@@ -1,8 +1,8 @@
 """What one device computes: the runs that `verify` compares with.
 
-The reference is the eager module itself wherever it can be. It cannot where the graph draws random numbers (a split run
-must draw the same masks, so they follow from seed, op and index, not from torch's generator) or casts to float32 by name
-(in float64 the eager module would round there, the program does not): then it is the program on one rank.
+The reference is the eager module itself, in the modes the user left it in. Where the graph draws random numbers or casts to
+float32 by name, the eager module runs under `replay.py`, which gives it the masks of the plan and takes float64 for float32.
+Where that cannot be done, the reference is the program on one rank, and the verdict says so.
 
 Micro-batches change nothing but batch norm's statistics, buffers that forward updates and the masks drawn. A model with such
 is run eagerly on one micro-batch after the other, and its loss taken of all their outputs together; any other on the
@@ -13,6 +13,7 @@ but not the weighing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,14 +23,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fourfold.errors import Infeasible
-from fourfold.graph import Dtype, Graph, Op
+from fourfold.graph import Graph
 from fourfold.graph.capture import WithLoss, mean_square
-from fourfold.graph.spec import mapped
 from fourfold.plans import Mesh, Plan
+from fourfold.runtime.compare import is_real_or_complex
+from fourfold.runtime.replay import NotReplayable, Replay, casts, draws
+from fourfold.runtime.rounding import OtherRounding
 from fourfold.runtime.subject import Subject, stored_tensors
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_trial
 
-EAGER, PROGRAM = "eager", "one-rank program"
+EAGER, PROGRAM = "eager", "one rank of Fourfold"
 
 
 @dataclass(kw_only=True)
@@ -42,20 +45,32 @@ class Reference:
     microbatches: int = 1
     start: dict[str, Tensor] = field(init=False)
     _singles: dict[int, Trial] = field(init=False, default_factory=dict)
+    _rounded: dict[int, Trial] = field(init=False, default_factory=dict)
     _others: dict[int, Reference] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.start = {key: t.detach().clone() for key, t in stored_tensors(self.subject.case).items()}
 
-    @property
+    @cached_property
     def kind(self) -> str:
-        return PROGRAM if any(_draws(op) or _casts(op) for op in self.subject.graph.ops) else EAGER
+        """Eager, unless its random numbers could not be replayed: one step tells."""
+        if not self._draws:
+            return EAGER
+        try:
+            self._eager("fp64", self.start, self.subject.case.tensors, steps=1)
+        except NotReplayable:
+            return PROGRAM
+        return EAGER
+
+    @property
+    def _draws(self) -> bool:
+        return any(map(draws, self.subject.graph.ops))
 
     def matching(self, plan: Plan) -> Reference:
         """The reference for a plan: this one, or one in the plan's micro-batches where they make a difference."""
         graph = self.subject.graph
         tracks = bool(graph.writes) or any(op.target.startswith(("aten.batch_norm", "aten.instance_norm")) for op in graph.ops)
-        wanted = plan.microbatches if tracks or self.kind == PROGRAM else 1
+        wanted = plan.microbatches if tracks or self._draws else 1
         if wanted == self.microbatches:
             return self
         if wanted not in self._others:
@@ -71,6 +86,13 @@ class Reference:
     def perturbed(self) -> Trial:
         """In float64, everything that comes in moved by one unit in the last place."""
         return self._run("fp64", *self._nudged(torch.float64, seed=0))
+
+    def rounded(self, draw: int) -> Trial:
+        """In float64, by a process that rounds otherwise."""
+        if draw not in self._rounded:
+            with OtherRounding(seed=draw):
+                self._rounded[draw] = self._run("fp64", self.start, self.subject.case.tensors)
+        return self._rounded[draw]
 
     def single(self, draw: int) -> Trial:
         """In float32. Draw 0 is the plain run; in the others what comes in is moved by one unit in the last place."""
@@ -93,14 +115,15 @@ class Reference:
 
     def _run(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor]) -> Trial:
         if self.kind == EAGER:
-            return eager_trial(
-                self.subject, state, tensors, precision=precision, optimizer=self.optimizer, steps=self.steps,
-                microbatches=self.microbatches,
-            )  # fmt: skip
+            return self._eager(precision, state, tensors, steps=self.steps)
         graph = self.subject.graph
         plan = Plan(graph=graph.hash, batch=self.subject.batch, mesh=Mesh.of(data=1), microbatches=self.microbatches)
         task = Task(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
         return run_trial(task, state, tensors)
+
+    def _eager(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor], *, steps: int) -> Trial:
+        return eager_trial(self.subject, state, tensors, precision=precision, optimizer=self.optimizer, steps=steps,
+                           microbatches=self.microbatches)  # fmt: skip
 
 
 def eager_trial(
@@ -109,28 +132,36 @@ def eager_trial(
 ) -> Trial:  # fmt: skip
     """The steps of `run_trial`, by the module itself in this process."""
     case, dtypes = subject.case, PRECISIONS[precision]
-    whole = WithLoss(case.module, case.loss).train()
+    whole, replay = WithLoss(case.module, case.loss), replay_for(subject, precision, microbatches)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
 
-    before = {key: (t, t.data) for key, t in stored_tensors(case).items()}
+    before = {key: (t, t.data, t.grad) for key, t in stored_tensors(case).items()}
     try:
-        for key, (tensor, _) in before.items():
+        for key, (tensor, _, _) in before.items():
             tensor.data = cast(state[key]).clone()
             tensor.grad = None
         given = iter([cast(t) for t in tensors])
         values = [next(given) for _ in case.inputs]
         inputs = dict(zip(case.inputs, values, strict=True)) if isinstance(case.inputs, Mapping) else tuple(values)
-        forward = partial(_forward, whole, inputs, tuple(given), subject, microbatches)
-        return _steps(whole, forward, subject.graph, optimizer, steps)
+        forward = partial(_forward, whole, inputs, tuple(given), subject, microbatches, replay)
+        return _steps(whole, forward, subject.graph, optimizer, steps, replay)
     finally:
-        for tensor, data in before.values():
-            tensor.data, tensor.grad = data, None
+        for tensor, data, grad in before.values():
+            tensor.data, tensor.grad = data, grad
+
+
+def replay_for(subject: Subject, precision: str, microbatches: int = 1) -> Replay | None:
+    """What eager runs under, where it would otherwise draw or round otherwise than the program."""
+    graph, dtypes = subject.graph, PRECISIONS[precision]
+    if any(map(draws, graph.ops)) or (dtypes and (graph.constants or any(map(casts, graph.ops)))):
+        return Replay(graph, subject.batch, microbatches, dtypes)
+    return None
 
 
 def _forward(
-    whole: WithLoss, inputs: Any, targets: tuple[Tensor, ...], subject: Subject, microbatches: int
+    whole: WithLoss, inputs: Any, targets: tuple[Tensor, ...], subject: Subject, microbatches: int, replay: Replay | None
 ) -> tuple[Tensor, Any]:
     """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
     if microbatches == 1:
@@ -142,6 +173,9 @@ def _forward(
     rows = [t.split(sizes, d) if d is not None else [t] * microbatches for t, d in zip(flat, dims, strict=True)]
     parts = []
     for m in range(microbatches):
+        if replay is not None and m:
+            replay.forward_done()
+            replay.microbatch(m)
         given = pytree.tree_unflatten([row[m] for row in rows], spec)
         parts.append(whole.model(**given) if isinstance(given, Mapping) else whole.model(*given))
     outputs = pytree.tree_map(lambda *leaves: _joined(leaves, subject.batch), *parts)
@@ -161,7 +195,7 @@ def _joined(leaves: tuple[Any, ...], batch: int) -> Any:
 
 
 def _steps(
-    whole: WithLoss, forward: Callable[[], tuple[Tensor, Any]], graph: Graph, optimizer: str, steps: int
+    whole: WithLoss, forward: Callable[[], tuple[Tensor, Any]], graph: Graph, optimizer: str, steps: int, replay: Replay | None
 ) -> Trial:
     parameters = [p for p in whole.parameters() if p.requires_grad]
     update = optimizer_named(optimizer)(list(parameters)) if parameters else None
@@ -169,9 +203,12 @@ def _steps(
     for step in range(steps):
         for parameter in parameters:
             parameter.grad = None
-        loss, outputs = forward()
-        if loss.requires_grad:
-            loss.backward()
+        with replay.step(step) if replay is not None else nullcontext():
+            loss, outputs = forward()
+            if replay is not None:
+                replay.forward_done()
+            if loss.requires_grad:
+                loss.backward()
         trial.losses.append(float(loss.detach()))
         if step == 0:
             trial.outputs = _outputs(graph, outputs)
@@ -194,7 +231,7 @@ def _outputs(graph: Graph, outputs: Any) -> dict[str, Tensor]:
     leaves = {id(t): t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)}
     assert len(leaves) == len(graph.outputs), f"{len(leaves)} outputs, {len(graph.outputs)} captured"
     pairs = zip(graph.outputs, leaves.values(), strict=True)
-    return {name: t.detach().clone() for name, t in pairs if t.is_floating_point()}
+    return {name: t.detach().clone() for name, t in pairs if is_real_or_complex(t)}
 
 
 def nudged(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -202,21 +239,3 @@ def nudged(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Te
     exact = tensor.detach().to(dtype)
     up = torch.rand(exact.shape, generator=generator) < 0.5
     return torch.nextafter(exact, torch.where(up, torch.inf, -torch.inf).to(dtype))
-
-
-def _draws(op: Op) -> bool:
-    """Whether an op draws random numbers as called, dropout off or at zero being none."""
-    name = op.target.split(".")[1]
-    if name.endswith("dropout"):
-        return bool(op.args[2]) and op.args[1] != 0
-    if name == "scaled_dot_product_attention":
-        return bool(op.args[4] if len(op.args) > 4 else op.kwargs.get("dropout_p", 0))
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        return bool(op.args[5]) and bool(op.args[6])
-    return op.random
-
-
-def _casts(op: Op) -> bool:
-    found: list[str] = []
-    mapped((op.args, op.kwargs), lambda leaf: found.append(leaf.name) if isinstance(leaf, Dtype) else None)
-    return any(name.startswith(("float", "bfloat")) and name != "float64" for name in found)

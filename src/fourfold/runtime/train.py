@@ -8,6 +8,7 @@ of a step.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fourfold.plans import Plan, pipeline
 from fourfold.plans.pipeline import check_runnable
+from fourfold.runtime.compare import first_bad
 from fourfold.runtime.crew import Crew
 from fourfold.runtime.datasets import SYNTHETIC, dataset
 from fourfold.runtime.kernels import Randomness
@@ -38,12 +40,17 @@ class History:
     """What a training run showed: a loss per step and the time of the slowest rank; then, by rank, the peak of memory and,
     where there are stages, the share of a step it waits; and who did what in one step."""
 
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # up to the first that is NaN or infinite, unless the run was to go on
     seconds: tuple[float, ...]
     batch: int
     peaks: tuple[int, ...]
     waiting: tuple[float, ...]
     timeline: Timeline
+
+    @property
+    def bad_step(self) -> int | None:
+        """The first step, counted from 1, whose loss is NaN or infinite."""
+        return first_bad(self.losses)
 
     @property
     def step_seconds(self) -> float:
@@ -64,9 +71,11 @@ def train(
     optimizer: str = "sgd",
     seed: int = 0,
     data: str = SYNTHETIC,
+    allow_nan: bool = False,
     told: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
 ) -> History:
-    """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds."""
+    """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds. A loss that is NaN or infinite
+    ends the run, unless that is allowed."""
     pipeline(subject.graph, plan)  # what cannot run is refused before the ranks begin
     check_runnable(plan)
     losses: list[float] = []
@@ -77,6 +86,8 @@ def train(
         losses.append(answers[0][0])
         seconds.append(max(spent for _, spent in answers))
         told(step + 1, losses[-1], seconds[-1])
+        if not math.isfinite(losses[-1]) and not allow_nan:
+            break
     found = ranks(afterwards)
     return History(
         losses=tuple(losses),

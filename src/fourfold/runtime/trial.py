@@ -18,6 +18,7 @@ from fourfold.graph import Graph
 from fourfold.plans import Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import pipeline
+from fourfold.runtime.compare import is_real_or_complex
 from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
@@ -26,7 +27,9 @@ from fourfold.runtime.pipeline import Runner
 from fourfold.runtime.whole import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.world import World
 
-PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": {"float32": torch.float64}}
+_WIDE = {"float32": torch.float64, "float16": torch.float64, "bfloat16": torch.float64, "complex64": torch.complex128}
+PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": _WIDE}
+"""What stored and captured dtypes become: in fp32 they stay as the module has them."""
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda tensors: torch.optim.SGD(tensors, lr=0.01),
@@ -108,7 +111,7 @@ def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> 
         spent = time.perf_counter() - begun
         trial.losses.append(float(outcome.loss))
         if step == 0:
-            trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if t.is_floating_point()}
+            trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if is_real_or_complex(t)}
             trial.gradients = whole_gradients(running)
         begun = time.perf_counter()
         if optimizer is not None:

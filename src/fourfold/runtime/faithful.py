@@ -1,0 +1,115 @@
+"""Two eager steps against the captured graph, so that what capture lost without a trace is found before a run begins.
+
+`graph/observe.py` refuses what it sees. Hooks on `grad_fn` nodes and state outside of the module it cannot see; they show
+in the numbers, the state in the second step. The module and the program on one rank take two steps from the same weights
+with the same two samples, in float64, and must agree within 1e-6; differences of rounding are a million times smaller.
+Larger models than `MOST_FLOPS` and `MOST_BYTES` are not checked, nor are those on meta, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fourfold.errors import CaptureFailed
+from fourfold.graph.attributes import unchanged
+from fourfold.graph.capture import WithLoss
+from fourfold.ops.nest import nest_of
+from fourfold.plans import Mesh, Plan
+from fourfold.runtime.compare import Distances
+from fourfold.runtime.reference import PROGRAM, Reference
+from fourfold.runtime.subject import Subject, stored_tensors
+from fourfold.runtime.trial import Task, run_trial
+from fourfold.units import bytes_text
+
+MOST_FLOPS = 2e9  # of one forward of two samples: about three seconds in all on one core
+MOST_BYTES = 2**30  # of weights and activations of two samples in float64
+TOLERANCE = 1e-6
+_SAMPLES, _STEPS = 2, 2
+
+
+def refuse_unfaithful(subject: Subject) -> str | None:
+    """Raise if the captured graph trains with other numbers than the module; the result says why that was not checked."""
+    reason = _too_large(subject)
+    if reason is None:
+        small = _few(subject)
+        with restored(small):
+            reason = _compare(small)
+    return f"capture was not compared with eager PyTorch: {reason}" if reason is not None else None
+
+
+def _too_large(subject: Subject) -> str | None:
+    graph = subject.graph
+    if any(tensor.is_meta for tensor in (*stored_tensors(subject.case).values(), *subject.case.tensors)):
+        return "the module is on meta"
+    concrete = graph.at(graph.batch or min(_SAMPLES, subject.batch))
+    flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
+    if flops > MOST_FLOPS:
+        return f"forward takes {flops:.1e} FLOPs, at most {MOST_FLOPS:.0e} are spent on it"
+    size = 8 * sum(spec.numel for spec in concrete.values.values())
+    if size > MOST_BYTES:
+        return f"its tensors take {bytes_text(size)}, at most {bytes_text(MOST_BYTES)} are spent on it"
+    return None
+
+
+def _few(subject: Subject) -> Subject:
+    """The subject with the first samples only, where the graph leaves the batch open."""
+    graph, case = subject.graph, subject.case
+    if graph.batch is not None:
+        return subject
+    names = (*graph.inputs, *graph.targets)
+    rows = {name: graph.batch_dim(name) for name in names}
+    tensors = [t if rows[n] is None else t.narrow(rows[n], 0, min(_SAMPLES, subject.batch))  # type: ignore[arg-type]
+               for n, t in zip(names, case.tensors, strict=True)]  # fmt: skip
+    inputs, targets = tensors[: len(case.inputs)], tensors[len(case.inputs) :]
+    given = dict(zip(case.inputs, inputs, strict=True)) if isinstance(case.inputs, dict) else tuple(inputs)
+    return Subject(text=subject.text, case=case._replace(inputs=given, targets=tuple(targets)), graph=graph)
+
+
+def _compare(subject: Subject) -> str | None:
+    reference = Reference(subject=subject, steps=_STEPS)
+    try:
+        expected = reference.exact
+    except Exception as error:  # the user's code on data of ours
+        return f"eager PyTorch raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if reference.kind == PROGRAM:
+        return "its random numbers cannot be replayed"
+    if not all(map(np.isfinite, expected.losses)):
+        return f"the loss is {expected.losses} on two samples"
+    graph = subject.graph
+    plan = Plan(graph=graph.hash, batch=subject.batch, mesh=Mesh.of(data=1))
+    got = run_trial(Task(graph=graph, plan=plan, data="", steps=_STEPS), reference.start, subject.case.tensors)
+    trainable = {p.key for p in graph.parameters if p.trainable}
+    found = Distances(expected, reference.start, trainable).of(got)
+    (what, step), worst = max(found.items(), key=lambda entry: entry[1].error)
+    if worst.error > TOLERANCE:
+        raise CaptureFailed(
+            f"{type(subject.case.module).__name__} as captured does not train as eager PyTorch does: {what} {worst.tensor} is "
+            f"off by {worst.error:.1e} after step {step}, {TOLERANCE:.0e} allowed; look for hooks on grad_fn and for numbers "
+            "that forward takes from outside of the module"
+        )
+    return None
+
+
+@contextmanager
+def restored(subject: Subject) -> Iterator[None]:
+    """The module's attributes, and the random states of torch, Python and NumPy, are afterwards what they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with unchanged(WithLoss(subject.case.module, subject.case.loss)), torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers of a tensor's shape; integers are zeros, the one value that is surely a valid label or token."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
