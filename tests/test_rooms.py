@@ -38,7 +38,10 @@ MAY_IMPORT = {
     DOOR: ALL | {"cli", "planning"},
     "__main__": {"cli"},
 }
-GRAPH_FILES = ("graph/capture.py", "graph/ranges.py", "graph/recurrence.py", "graph/walk.py", "graph/autocast.py")
+GRAPH_FILES = (
+    "graph/capture.py", "graph/attributes.py", "graph/observe.py", "graph/ranges.py", "graph/recurrence.py", "graph/walk.py",
+    "graph/autocast.py",
+)  # fmt: skip
 WORLD_FILES = ("models/*", "runtime/*", "gauge/*", *GRAPH_FILES)
 TORCH_FILES = (*WORLD_FILES, "reproduce/*", "report/*", "cli/*", "planning.py", "__init__.py")
 TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.graph.walk", "fourfold.graph.autocast", "fourfold.gauge")

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import fourfold
 from fourfold.errors import CaptureFailed
 from fourfold.graph.attributes import unchanged
 from fourfold.graph.observe import Observer, refuse_hooks
@@ -186,7 +185,7 @@ def _batched(tensor: Tensor, batch: int) -> bool:
     return tensor.dim() > 0 and int(tensor.shape[0]) == batch
 
 
-_ROOTS = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, fourfold))
+_ROOTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 """The folders of code that is not the user's."""
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from fourfold.graph.capture import Inputs, Loss, WithLoss, capture
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import lowered, pipeline
+from fourfold.runtime.claims import claim
 from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut, loader
@@ -109,7 +107,7 @@ class Parallel:
         self._model, self._loss, self._seed = model, loss, seed
         self._loaded: dict[str, Tensor] = {}
         self.pipeline = pipeline(graph, plan)
-        self._check_alone()
+        self._claim()
         self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
         self.module = _tree(self._held())
@@ -117,36 +115,15 @@ class Parallel:
         trained = self._runner.named() or [("nothing", nothing)]
         self.optimizer = self._checked(optimizer(trained)) if optimizer is not None else None
 
-    def _check_alone(self) -> None:
-        """Refuse weights of another `Parallel` unless both use the module's own tensors, so that each sees the other's updates."""
-        for again in (False, True):
-            taken = {id(t): other for other in _alive for t in other._weights.values()}
-            shared = [(key, taken[id(t)]) for key, t in self._weights.items() if id(t) in taken]
-            apart = [key for key, other in shared if not (self._in_place(key) and other._in_place(key, self._weights[key]))]
-            if apart and again:
-                raise Infeasible(f"'{apart[0]}' belongs to another Parallel that is still in use, and not both keep it whole on "
-                                 "every rank, so neither would see the other's updates; use plans that keep shared weights whole "
-                                 "(data), put both losses into one module, or delete the first Parallel")  # fmt: skip
-            if not apart:
-                break
-            gc.collect()  # one that nobody uses any more may not be gone yet
-        _alive.add(self)
-
-    @cached_property
-    def _weights(self) -> dict[str, Tensor]:
-        """The module's stored tensors that the graph reads, by key."""
+    def _claim(self) -> None:
+        """Say which of the module's tensors this is to train, and which of them every rank uses in place."""
         whole = WithLoss(self._model, self._loss)
         held = {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
-        return {p.key: held[p.key] for p in self.graph.parameters}
-
-    def _in_place(self, key: str, tensor: Tensor | None = None) -> bool:
-        """Whether every rank uses the module's own tensor, here or under whatever key another module has it."""
-        mine = key if tensor is None else next(k for k, t in self._weights.items() if t is tensor)
-        if len(self.pipeline.parts) > 1 or self.plan.zero == 3 or self._weights[mine].is_meta:
-            return False
-        program = self.pipeline.parts[0].program
-        name = next(p.name for p in self.graph.parameters if p.key == mine)
-        return name not in program.stored or not program.stored[name].sharded
+        stored = self.pipeline.parts[0].program.stored if len(self.pipeline.parts) == 1 and self.plan.zero != 3 else None
+        used = {p.name: p.key for p in self.graph.parameters}
+        in_place = {} if stored is None else {n: k for n, k in used.items() if n not in stored or not stored[n].sharded}
+        weights = {key: held[key] for key in used.values()}
+        claim(self, weights, {key for key in in_place.values() if not weights[key].is_meta})
 
     def _loader(self, world: World) -> FullTensor:
         """The module's own tensors, or those loaded since that no rank trains."""
@@ -344,7 +321,5 @@ def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
     """The plan with the shapes of its inputs written down."""
     return replace(plan, signature=signature_of(inputs, targets))
 
-
-_alive: weakref.WeakSet[Parallel] = weakref.WeakSet()
 
 __all__ = ["Layout", "Parallel", "parallelize", "signature_of", "signed"]
