@@ -201,6 +201,7 @@ def test_an_unequal_run_exits_with_one(
     record: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fourfold.runtime.verify.TIGHT", 1e-30)  # two ranks add in another order than one
+    monkeypatch.setattr("fourfold.runtime.verify.DRIFT", 0.0)
     found = record("verify", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "1", code=1)
     assert found["equal"] is False
     assert found["worst"]["error"] > 0

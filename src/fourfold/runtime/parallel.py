@@ -61,6 +61,7 @@ def parallelize(
         warnings.warn(IN_EVAL_MODE.format(type(model).__name__), Notice, stacklevel=2)
     if graph is None:
         graph = capture(model, *_examples(plan, model), loss)
+        plan.check(graph)
         if check:
             _check_faithful(model, plan, graph, loss)
     return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
