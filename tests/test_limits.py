@@ -138,6 +138,14 @@ def test_memory_redundancy_counts_what_replicas_repeat_and_sharding_removes_it()
     assert "memory-redundancy" not in named_in(predicted(lowered("fsdp", 8, 8), optimizer="adamw"))
 
 
+def test_double_precision_repeats_twice_the_bytes() -> None:
+    single, double = (
+        named_in(predicted(lowered("filter", 4, 32), precision=precision))["memory-redundancy"].numbers for precision in ("fp32", "fp64")
+    )
+    for kind in ("weights", "gradients", "activations"):
+        assert double[f"{kind}_bytes"] == pytest.approx(2 * single[f"{kind}_bytes"])
+
+
 def test_filter_repeats_activations() -> None:
     found = named_in(predicted(lowered("filter", 4, 32)))["memory-redundancy"]
     assert found.numbers["activations_bytes"] > 100 * found.numbers["weights_bytes"]

@@ -10,6 +10,7 @@ from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import InvalidInput
 from fourfold.gauge.kernels import ROUNDS, Rounds, Sample, samples_of, timed
 from fourfold.gauge.pace import machine_name
+from fourfold.graph.spec import computed_as
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.table import add_kernels, load_kernels
@@ -23,7 +24,7 @@ from fourfold.runtime.trial import PRECISIONS
 ONCE = Rounds(1, 1)
 TWICE = Rounds(2, 2)  # for a search: plans that win by less than a kernel strays are as good as each other
 METHOD = "2026-11-16"  # the day since when kernels are timed as they are: earlier tables do not compare
-DTYPES: dict[str, dict[str, str]] = {"fp64": {"float32": "float64"}, "fp32": {}}
+DTYPES = {precision: computed_as(precision) for precision in ("fp64", "fp32")}
 
 
 def here(cluster: Cluster) -> Cluster:

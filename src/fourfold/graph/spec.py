@@ -51,6 +51,15 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+_DOUBLE = {"float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128"}
+
+
+def computed_as(precision: str) -> dict[str, str]:
+    """What the dtypes of a graph become when it is run in a precision: double in fp64, otherwise what they are. (bf16 is
+    autocast, which casts op by op: see `autocast.py`.)"""
+    return _DOUBLE if precision == "fp64" else {}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor; `shape` may hold `Size` entries until `Graph.at`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from fourfold.cluster import Device
 from fourfold.errors import Infeasible
-from fourfold.graph.spec import ITEM_BYTES
+from fourfold.graph.spec import ITEM_BYTES, computed_as
 from fourfold.oracle.items import CATEGORIES, Category, Item, total
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
@@ -66,7 +66,7 @@ class _Estimating:
     def __init__(self, pipeline: Pipeline, prices: Prices, optimizer: str) -> None:
         self.pipeline, self.prices, self.optimizer = pipeline, prices, optimizer
         self.plan, self.cluster = pipeline.plan, prices.cluster
-        dtypes: dict[str, str] = {"float32": "float64"} if prices.precision == "fp64" else {}
+        dtypes = computed_as(prices.precision)
         self.dtypes = dtypes
         live = pipeline.cut.live
         self.stages = {

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fourfold.graph import Graph
+from fourfold.graph.spec import computed_as
 from fourfold.ops.nest import Nest, Window
 from fourfold.ops.window import Sliding
 from fourfold.oracle.kernels import FREE_TARGETS, kernel_of
@@ -70,7 +71,7 @@ def _layer(
     step: Compute, graph: Graph, batch: int, prices: Prices, live: dict[str, bool], own: list[str], stored: set[str],
     optimizer: str,
 ) -> Layer:  # fmt: skip
-    dtypes = {"float32": "float64"} if prices.precision == "fp64" else {}
+    dtypes = computed_as(prices.precision)
     kernel = kernel_of(step, graph, {"data": 0}, live, dtypes)
     time, values, nest = prices.kernel(kernel, 0), graph.values, step.nest
     weights = sum(values[name].numel for name in own)

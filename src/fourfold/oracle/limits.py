@@ -144,7 +144,7 @@ def _repeated(case: Case, part: Part) -> dict[str, float]:
 
 
 def _held(case: Case, part: Part) -> list[Held]:
-    return held(part, case.optimizer, case.pipeline.plan.timetable.in_flight(part.index))
+    return held(part, case.optimizer, case.pipeline.plan.timetable.in_flight(part.index), case.prices.precision)
 
 
 def _division(kind: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.graph.spec import ITEM_BYTES
+from fourfold.graph.spec import ITEM_BYTES, computed_as
 
 LARGE, ROUND, SPLIT = 10 * 2**20, 2 * 2**20, 2**20
 """CUDA's caching allocator in torch: from `LARGE` on memory comes in multiples of `ROUND`, and what is left of them beside a
@@ -18,7 +18,7 @@ class Machine:
     `granularity`: bytes the allocator rounds up to; `block` as in `workspace`; `host`: ranks share one and sum gradients in
     memory they have in common; `gpu`: kernels are CUDA's, and so is the allocator; `library`: bytes that cuBLAS takes from
     the allocator for good when a thread first multiplies, of which there are two, forward's and backward's; `double`: what
-    the graph has in float32 is float64.
+    the graph has in single precision is double.
     """
 
     granularity: int = 1
@@ -30,7 +30,7 @@ class Machine:
 
     def item(self, dtype: str) -> int:
         """Bytes of an element."""
-        return ITEM_BYTES["float64" if self.double and dtype == "float32" else dtype]
+        return ITEM_BYTES[computed_as("fp64").get(dtype, dtype) if self.double else dtype]
 
     def rounded(self, size: int) -> int:
         """Bytes the allocator counts for a tensor."""

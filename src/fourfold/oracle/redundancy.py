@@ -10,10 +10,10 @@ Left out: what the allocator and workspaces take; activations of segments that a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fourfold.graph.spec import ITEM_BYTES, TensorSpec
+from fourfold.graph.spec import ITEM_BYTES, TensorSpec, computed_as
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.rank import STATE
@@ -49,7 +49,7 @@ def shrinks(part: Part, prices: Prices, live: frozenset[str]) -> list[Shrink]:
     program, rank = part.program, part.stage.ranks[0]
     coords = program.mesh.coords(0)
     gradients = dict.fromkeys(live, True)
-    dtypes = {"float32": "float64"} if prices.precision == "fp64" else {}
+    dtypes = computed_as(prices.precision)
     formula = replace(prices, kernels={})
     out = []
     for step in steps_of(program.steps):
@@ -98,12 +98,14 @@ class Held:
         return self.count * max(self.local - self.whole / ranks, 0.0)
 
 
-def held(part: Part, optimizer: str, in_flight: int) -> list[Held]:
+def held(part: Part, optimizer: str, in_flight: int, precision: str) -> list[Held]:
     """The tensors of a stage's first rank. `in_flight`: micro-batches between forward and backward."""
-    return [*_stored(part, optimizer), *_kept(part.program, in_flight)]
+    wide = computed_as(precision)
+    sizes = {dtype: ITEM_BYTES[wide.get(dtype, dtype)] for dtype in ITEM_BYTES}
+    return [*_stored(part, optimizer, sizes), *_kept(part.program, in_flight, sizes)]
 
 
-def _stored(part: Part, optimizer: str) -> Iterator[Held]:
+def _stored(part: Part, optimizer: str, sizes: Mapping[str, int]) -> Iterator[Held]:
     program, values = part.program, part.program.graph.values
     coords = program.mesh.coords(0)
     trained = {p.name for p in program.graph.parameters if p.trainable}
@@ -111,17 +113,17 @@ def _stored(part: Part, optimizer: str) -> Iterator[Held]:
         layout = program.stored.get(parameter.name)
         if layout is None:
             continue
-        local, whole = _bytes(layout, coords, values[parameter.name].dtype)
+        local, whole = _bytes(layout, coords, sizes[values[parameter.name].dtype])
         yield Held(kind="weights", local=local, whole=whole)
         if parameter.name in trained:
             yield Held(kind="gradients", local=local, whole=whole)
     for name, layout in program.updates.items():
         if STATE[optimizer]:
-            local, whole = _bytes(layout, coords, values[name].dtype)
+            local, whole = _bytes(layout, coords, sizes[values[name].dtype])
             yield Held(kind="optimizer", local=local, whole=whole, count=STATE[optimizer])
 
 
-def _kept(program: Program, in_flight: int) -> Iterator[Held]:
+def _kept(program: Program, in_flight: int, sizes: Mapping[str, int]) -> Iterator[Held]:
     """What ops keep for backward by their rules, each slot once."""
     coords, values = program.mesh.coords(0), program.graph.values
     seen: set[str] = set(program.stored)
@@ -133,9 +135,10 @@ def _kept(program: Program, in_flight: int) -> Iterator[Held]:
             slot, name, layout, dtype = operands[k] if k >= 0 else results[-k - 1]
             if slot not in seen and name not in program.stored:  # weights that are gathered are let go after forward
                 seen.add(slot)
-                local, whole = _bytes(layout, coords, dtype)
+                local, whole = _bytes(layout, coords, sizes[dtype])
                 yield Held(kind="activations", local=local, whole=whole, count=in_flight)
 
 
-def _bytes(layout: Layout, coords: dict[str, int], dtype: str) -> tuple[int, int]:
-    return math.prod(layout.local_shape(coords)) * ITEM_BYTES[dtype], math.prod(layout.shape) * ITEM_BYTES[dtype]
+def _bytes(layout: Layout, coords: dict[str, int], size: int) -> tuple[int, int]:
+    """Of one rank's part and of the whole."""
+    return math.prod(layout.local_shape(coords)) * size, math.prod(layout.shape) * size

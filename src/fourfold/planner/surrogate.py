@@ -27,6 +27,7 @@ import numpy as np
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph
+from fourfold.graph.spec import computed_as
 from fourfold.ops.nest import Nest, nest_of
 from fourfold.oracle.items import Item
 from fourfold.oracle.meeting import Meeting
@@ -67,7 +68,7 @@ class Place:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        return {"float32": "float64"} if self.prices.precision == "fp64" else {}
+        return computed_as(self.prices.precision)
 
     @cached_property
     def sharers(self) -> int:
@@ -248,7 +249,7 @@ def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> P
     sent = [item for item in backward if item.category == "gradient_exchange"]
     back = [item for item in backward if item.category != "gradient_exchange"]
     work = [*forward, *back]
-    sizes = held(part, place.optimizer, 1)
+    sizes = held(part, place.optimizer, 1, place.prices.precision)
     known = dict(program.layouts)
     for step in reversed(program.computes()):  # of what is read, how the first reader needs it
         known.update((n, need) for n, need in zip(step.op.operands, step.needs, strict=True) if n in knot.graph.inputs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
 from fourfold.graph import Graph
+from fourfold.graph.spec import computed_as
 from fourfold.plans import Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import pipeline
@@ -27,8 +28,9 @@ from fourfold.runtime.pipeline import Runner
 from fourfold.runtime.whole import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.world import World
 
-_WIDE = {"float32": torch.float64, "float16": torch.float64, "bfloat16": torch.float64, "complex64": torch.complex128}
-PRECISIONS: dict[str, dict[str, torch.dtype]] = {"fp32": {}, "fp64": _WIDE}
+PRECISIONS: dict[str, dict[str, torch.dtype]] = {
+    precision: {name: getattr(torch, wide) for name, wide in computed_as(precision).items()} for precision in ("fp32", "fp64")
+}
 """What stored and captured dtypes become: in fp32 they stay as the module has them."""
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
