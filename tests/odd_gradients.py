@@ -50,7 +50,7 @@ class OwnBackward(Body):
         return Reversed.apply(h)
 
 
-@odd(EITHER, "Reversed", verify=True)
+@odd(EITHER, "Reversed")
 class OwnBackwardStored(Body):
     """The same, with `apply` looked up before anyone could watch it."""
 
@@ -141,7 +141,7 @@ class TensorHookThatWatches(Body):
         return h
 
 
-@odd(EITHER, "hook", verify=True)
+@odd(EITHER, "hook")
 class ParameterHook(Body):
     """A hook that scales the gradient of one parameter."""
 
@@ -164,7 +164,7 @@ def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-@odd(EITHER, "hook", verify=True)
+@odd(EITHER, "hook")
 class BackwardHook(Body):
     """A full backward hook of a module that changes the gradient of its input."""
 
@@ -195,7 +195,7 @@ class OldBackwardHook(Body):
         return self.act(h)
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 class ForwardHook(Body):
     """A forward hook that changes what a module returns."""
 
@@ -223,7 +223,7 @@ class ForwardHookOfRoot(Body):
         self.register_forward_hook(lambda module, args, output: output / 3)
 
 
-@odd(EITHER, "hook", verify=True)
+@odd(EITHER, "hook")
 class GradFnHook(Body):
     """A hook on the node that made an activation."""
 
@@ -262,7 +262,7 @@ class RetainedGradient(Body):
         return h
 
 
-@odd(EQUAL, microbatches=1, verify=True)
+@odd(EQUAL, microbatches=1)
 class NoGradRegion(Body):
     """A region under no_grad, and a method decorated with it."""
 
@@ -288,7 +288,7 @@ class GradAgain(Body):
         return h * constant
 
 
-@odd(EITHER, microbatches=1, verify=True)
+@odd(EITHER, microbatches=1)
 class InferenceRegion(Body):
     """A region under inference_mode whose result, a copy, is used."""
 
@@ -298,7 +298,7 @@ class InferenceRegion(Body):
         return h * scale.clone()
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 class Detached(Body):
     """A factor that is detached."""
 
@@ -314,7 +314,7 @@ class TrainsOnlyIfGradEnabled(Body):
         return h * 2 if torch.is_grad_enabled() else h * 100
 
 
-@odd(EITHER, microbatches=1, verify=True)
+@odd(EITHER, microbatches=1)
 class GradientInForward(Body):
     """The gradient of an inner function by torch.autograd.grad, differentiated again."""
 
@@ -323,7 +323,7 @@ class GradientInForward(Body):
         return h + slope
 
 
-@odd(EITHER, verify=True)
+@odd(EITHER)
 class FuncGrad(Body):
     """torch.func.grad in forward."""
 
@@ -366,7 +366,7 @@ class CheckpointPlain(Checkpointed):
     """A checkpoint over a plain block."""
 
 
-@odd(EITHER, "checkpoint", verify=True)
+@odd(EITHER, "checkpoint")
 class CheckpointReentrant(Checkpointed):
     """A reentrant checkpoint over a plain block."""
 
@@ -409,7 +409,7 @@ class CheckpointDropoutReentrant(CheckpointDrop):
     reentrant = True
 
 
-@odd(EITHER, "in place", verify=True)
+@odd(EITHER, "in place")
 class WriteThroughView(Body):
     """Writes into views of an activation."""
 
@@ -436,7 +436,7 @@ class WritesIntoInput(Body):
         return super().forward(x.mul_(2))
 
 
-@odd(EITHER, "weight", verify=True)
+@odd(EITHER, "weight")
 class ClampsWeight(Body):
     """A parameter clamped in forward."""
 

@@ -73,7 +73,7 @@ def sparse_gradients() -> nn.Module:
     return Words(sparse=True)
 
 
-@odd(EQUAL, inputs=tokens, verify=True)
+@odd(EQUAL, inputs=tokens)
 def integer_inputs() -> nn.Module:
     """Inputs that need no gradient and cannot have one."""
     return Words(padding_idx=0)
@@ -90,7 +90,7 @@ class BFloat16(Body):
     """A module in bfloat16."""
 
 
-@odd(EITHER, dtype=torch.float16, tolerance=COARSE[torch.float16], verify=True)
+@odd(EITHER, dtype=torch.float16, tolerance=COARSE[torch.float16])
 class Float16(Body):
     """A module in float16."""
 
@@ -155,19 +155,19 @@ def layer() -> nn.Linear:
     return nn.Linear(HIDDEN, HIDDEN)
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 def old_weight_norm() -> nn.Module:
     """nn.utils.weight_norm, by a forward pre-hook."""
     return Wrapped(weight_normed(layer()))
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 def weight_norm() -> nn.Module:
     """parametrizations.weight_norm."""
     return Wrapped(parametrizations.weight_norm(layer()))
 
 
-@odd(EITHER, microbatches=1, verify=True)
+@odd(EITHER, microbatches=1)
 def old_spectral_norm() -> nn.Module:
     """nn.utils.spectral_norm, whose buffers a forward pre-hook writes."""
     return Wrapped(nn.utils.spectral_norm(layer()))
@@ -191,7 +191,7 @@ def pruned() -> nn.Module:
     return Wrapped(prune.l1_unstructured(layer(), "weight", amount=0.5))
 
 
-@odd(EQUAL, inputs=tokens, verify=True)
+@odd(EQUAL, inputs=tokens)
 class TiedEmbedding(nn.Module):
     """Words in and out by one matrix."""
 
@@ -205,7 +205,7 @@ class TiedEmbedding(nn.Module):
         return self.head(self.blocks(self.words(x).sum(1)))
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 class TiedLayers(nn.Module):
     """A layer used in both stages, and two layers, one in each, that share a weight."""
 
@@ -357,7 +357,7 @@ def by_name(key: str) -> Any:
     return lambda: lambda output, y: F.cross_entropy(output[key] if isinstance(output, dict) else getattr(output, key), y)
 
 
-@odd(EQUAL, loss=by_name("logits"), verify=True)
+@odd(EQUAL, loss=by_name("logits"))
 class DictOutput(Body):
     """Outputs in a dict, None among them."""
 
@@ -497,7 +497,7 @@ class InfiniteLoss(Body):
     """A loss that is infinite."""
 
 
-@odd(EITHER, inputs=images, microbatches=1, verify=True)
+@odd(EITHER, inputs=images, microbatches=1)
 class ChannelsLast(nn.Module):
     """Convolution and batch norm in channels-last memory."""
 

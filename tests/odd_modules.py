@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fourfold as ff
@@ -124,6 +125,7 @@ def split_run(name: str, strategy: str) -> Run | Refusal:
         return row.split(strategy)  # type: ignore[no-any-return]
     model, loss = row.made()
     inputs, targets = row.data(0)
+    refused, changed = None, []
     seed_all()
     before = snapshot(model)
     try:
@@ -131,7 +133,9 @@ def split_run(name: str, strategy: str) -> Run | Refusal:
         changed = changes(before, snapshot(model))
         run = ff.parallelize(model, plan, loss=loss, optimizer=lambda named: sgd([p for _, p in named]))
     except Exception as error:
-        return refusal(error)
+        refused = refusal(error)
+    if said := any_rank(refused):
+        return said
     start = kept(run.state_dict())
     seed_all()
     losses = []
@@ -144,6 +148,15 @@ def split_run(name: str, strategy: str) -> Run | Refusal:
 def refusal(error: Exception) -> Refusal:
     ours = isinstance(error, Error) and not isinstance(error, WorkerFailed)
     return Refusal(text=str(error) if ours else f"{type(error).__name__}: {error}", error=ours)
+
+
+def any_rank(refused: Refusal | None) -> Refusal | None:
+    """What any rank refused, so that none begins to step and waits for one that does not."""
+    parts: list[Any] = [None] * RANKS
+    dist.all_gather_object(parts, refused)
+    said = [part for part in parts if part is not None]
+    alone = "" if len(said) == RANKS else f" (on rank {parts.index(said[0])} alone)" if said else ""
+    return Refusal(text=said[0].text + alone, error=said[0].error) if said else None
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -164,7 +177,7 @@ def frozen(value: Any) -> Any:
     if isinstance(value, Mapping):
         return id(value), {str(key): frozen(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return id(value), [frozen(item) for item in value]
+        return 0 if isinstance(value, tuple) else id(value), [frozen(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
@@ -182,9 +195,6 @@ def outcome(row: Row, strategy: str) -> Outcome:
         got, rest = Refusal(text=str(error), error=True), []
     if isinstance(got, Refusal):
         return Outcome(kind="refused" if got.error else "CRASH", text=got.text)
-    for other in rest:
-        if isinstance(other, Refusal):
-            return Outcome(kind="CRASH", text=f"rank 0 ran, rank 1 did not: {other.text}")
     want = wanted(row, got)
     if isinstance(want, str):
         return Outcome(kind="DIFFERENT", text=f"eager raises {want}; the run does not")
@@ -353,11 +363,14 @@ def gan_split(strategy: str) -> Run | Refusal:
         plan = ff.plan(model, (x,), loss=loss, strategy=strategy_of(row, strategy), devices=RANKS).best
         return ff.parallelize(model, plan, loss=loss, optimizer=optimizer)
 
+    refused = None
     try:
         critic = split(pair.d, mean_square, lambda named: sgd([p for _, p in named]))
         generator = split(pair, to_one, of_generator)
     except Exception as error:
-        return refusal(error)
+        refused = refusal(error)
+    if said := any_rank(refused):
+        return said
     start, losses = kept(generator.state_dict()), []
     for step in range(STEPS):
         (x,), _ = row.data(step)

@@ -50,7 +50,7 @@ class FrozenBatchNorm(Normed):
         self.norm.eval()
 
 
-@odd(EQUAL, microbatches=1, verify=True)
+@odd(EQUAL, microbatches=1)
 class FrozenBackbone(Normed):
     """A fine-tuned head: the backbone's batch norm is in eval mode and its parameters need no gradient."""
 
@@ -92,7 +92,7 @@ class FrozenDropout(Body):
         return self.drop(h)
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 class FrozenFunctionalDropout(Body):
     """`F.dropout` that asks a submodule in eval mode."""
 
@@ -104,7 +104,7 @@ class FrozenFunctionalDropout(Body):
         return F.dropout(h, 0.5, self.last.training)
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 class FrozenParameters(Body):
     """A layer whose parameters need no gradient."""
 
@@ -150,7 +150,7 @@ class BranchOnTraining(Body):
         return h * 2 if self.training else h * 100
 
 
-@odd(EITHER, "momentum", microbatches=1, verify=True)
+@odd(EITHER, "momentum", microbatches=1)
 class CumulativeBatchNorm(Normed):
     """Batch norm with momentum=None: a cumulative average by num_batches_tracked."""
 
@@ -158,7 +158,7 @@ class CumulativeBatchNorm(Normed):
         super().__init__(nn.BatchNorm1d(HIDDEN, momentum=None))
 
 
-@odd(EQUAL, microbatches=1, verify=True)
+@odd(EQUAL, microbatches=1)
 class BatchNormWithoutStatistics(Normed):
     """Batch norm with track_running_stats=False."""
 
@@ -325,7 +325,7 @@ class GrowingList(Body):
         return h
 
 
-@odd(EITHER, microbatches=1, verify=True)
+@odd(EITHER, microbatches=1)
 class GrowingListThatCounts(Body):
     """A list that forward appends to and whose length is a factor."""
 
@@ -347,7 +347,7 @@ class KeptActivation(Body):
         return h
 
 
-@odd(EQUAL, verify=True)
+@odd(EQUAL)
 class KeptHeads(Body):
     """A list attribute whose items forward replaces by activations and reads again, as networks with deep supervision do."""
 
@@ -451,7 +451,7 @@ class NumpyRandom(Body):
         return h * float(1 + np.random.rand())
 
 
-@odd(EITHER, microbatches=1, verify=True)
+@odd(EITHER, microbatches=1)
 class SeededNoise(Body):
     """Noise by a torch.Generator seeded in forward: the same in every step."""
 
@@ -485,7 +485,7 @@ class DataDependentBranch(Body):
         return h * 2 if h.sum() > 0 else h
 
 
-@odd(RUNS, verify=True)
+@odd(RUNS)
 class DropoutInTraining(Body):
     """Dropout that trains: what it draws is its own affair."""
 
@@ -551,7 +551,7 @@ def lstm_with_dropout_frozen() -> nn.Module:
     return model
 
 
-@odd(EQUAL, microbatches=1, verify=True)
+@odd(EQUAL, microbatches=1)
 class BatchInForward(Body):
     """The size of the batch and its mean are part of the forward."""
 
