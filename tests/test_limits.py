@@ -139,8 +139,9 @@ def test_memory_redundancy_counts_what_replicas_repeat_and_sharding_removes_it()
 
 
 def test_double_precision_repeats_twice_the_bytes() -> None:
+    made = lowered("filter", 4, 32)
     single, double = (
-        named_in(predicted(lowered("filter", 4, 32), precision=precision))["memory-redundancy"].numbers for precision in ("fp32", "fp64")
+        named_in(predicted(made, precision=precision))["memory-redundancy"].numbers for precision in ("fp32", "fp64")
     )
     for kind in ("weights", "gradients", "activations"):
         assert double[f"{kind}_bytes"] == pytest.approx(2 * single[f"{kind}_bytes"])
