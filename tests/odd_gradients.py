@@ -446,7 +446,7 @@ class ClampsWeight(Body):
         return h
 
 
-@odd(EITHER, "weight")
+@odd(EITHER, ".data")
 class ClampsWeightData(Body):
     """A parameter clamped in forward through `.data`."""
 

@@ -291,7 +291,8 @@ def case(row: str) -> tuple[nn.Module, Inputs, tuple[Tensor, ...], Loss]:
 
 
 def verified(row: Row, strategy: str = "data") -> Outcome:
-    """What `verify` says of a row."""
+    """What `verify` says of a row: the capture against eager first, as the command does."""
+    from fourfold.runtime.faithful import refuse_unfaithful
     from fourfold.runtime.reference import Reference
     from fourfold.runtime.subject import subject
     from fourfold.runtime.verify import verify
@@ -301,6 +302,7 @@ def verified(row: Row, strategy: str = "data") -> Outcome:
             warnings.simplefilter("ignore")
             seed_all()
             seen = subject(f"odd_modules:case,row={row.name}")
+            refuse_unfaithful(seen)
             plan = seen.plan(strategy, ranks=RANKS)
             verdict = verify(seen, plan, pool(RANKS), reference=Reference(subject=seen, optimizer="momentum"))
     except WorkerFailed as error:
@@ -312,6 +314,8 @@ def verified(row: Row, strategy: str = "data") -> Outcome:
     assert verdict is not None
     if verdict.equal:
         return Outcome(kind="equal", text=verdict.reference)
+    if verdict.bad_step is not None:
+        return Outcome(kind="NaN", text=f"step {verdict.bad_step}")
     at = verdict.worst
     return Outcome(kind="UNEQUAL", text=f"{at.what} {at.tensor} {at.error:.1e} > {at.limit:.1e} ({verdict.reference})")
 
@@ -322,7 +326,7 @@ def verify_fault(run: Outcome, said: Outcome) -> str:
     if said.kind == "CRASH":
         return "verify crashed"
     if truth == "equal" and said.kind == "UNEQUAL":
-        return "" if "nan" in said.text.lower() else "a false alarm"
+        return "a false alarm"
     if truth == "DIFFERENT" and said.kind == "equal":
         return "a false EQUAL"
     if truth == "refused" and said.kind != "refused":

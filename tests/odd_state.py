@@ -200,7 +200,7 @@ class WrittenBuffer(Buffered):
         return h - self.seen
 
 
-@odd(EITHER, "seen", microbatches=1)
+@odd(EITHER, ".data", microbatches=1)
 class CopiedIntoBuffer(Buffered):
     """A buffer whose `.data` is written in forward, and one element of it."""
 

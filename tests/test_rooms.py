@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 GRAPH_FILES = (
-    "graph/capture.py", "graph/attributes.py", "graph/observe.py", "graph/ranges.py", "graph/recurrence.py", "graph/walk.py",
-    "graph/autocast.py",
+    "graph/capture.py", "graph/attributes.py", "graph/observe.py", "graph/refusals.py", "graph/ranges.py",
+    "graph/recurrence.py", "graph/walk.py", "graph/autocast.py",
 )  # fmt: skip
 WORLD_FILES = ("models/*", "runtime/*", "gauge/*", *GRAPH_FILES)
 TORCH_FILES = (*WORLD_FILES, "reproduce/*", "report/*", "cli/*", "planning.py", "__init__.py")

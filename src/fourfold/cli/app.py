@@ -176,6 +176,7 @@ def verify(
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
+            _check_capture(team, seen, voice, say, noted=False)
             said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
@@ -251,8 +252,10 @@ def train(
     return 1
 
 
-def _check_capture(team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None]) -> None:
-    """Two steps of the captured graph against eager PyTorch, on one process for all."""
+def _check_capture(
+    team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True
+) -> None:
+    """Two steps of the captured graph against eager PyTorch, on one process for all. `noted`: say so where it was not done."""
     from fourfold.errors import CaptureFailed
     from fourfold.runtime.crew import share
     from fourfold.runtime.faithful import refuse_unfaithful
@@ -267,7 +270,7 @@ def _check_capture(team: Ranks | Joined, seen: Subject, voice: Voice, say: Calla
     answer = share(team, found)
     if isinstance(answer, CaptureFailed):
         raise answer
-    if answer is not None:
+    if answer is not None and noted:
         voice.note(answer)
 
 

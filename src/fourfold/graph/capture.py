@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
 from fourfold.graph.attributes import unchanged
-from fourfold.graph.observe import Observer, refuse_hooks
+from fourfold.graph.observe import Observer
 from fourfold.graph.ranges import KnownRanges
 from fourfold.graph.recurrence import by_shapes
+from fourfold.graph.refusals import refuse_hooks, refuse_modules, refuse_overlaps
 from fourfold.graph.spec import Graph, Op, Parameter, Ref
 from fourfold.graph.walk import Walk
 
@@ -95,6 +96,7 @@ def capture(
     with unchanged(whole):
         if train is not None:
             model.train(train)
+        refuse_modules(whole)
         if fixed:
             return _captured(whole, inputs, targets, dynamic=False, trains=trains)
         try:
@@ -113,8 +115,14 @@ def _captured(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, d
     name = type(whole.model).__name__
     seen.refuse(name)
     _refuse_state(whole, inputs, targets, seen, exported.constants.values(), dynamic=dynamic)
+    if seen.constant and any(p.requires_grad for p in whole.parameters()):
+        raise CaptureFailed(f"the loss of {name} depends on no parameter that is trained, so that eager PyTorch's backward "
+                            "raises too; let it depend on one, or freeze them all")  # fmt: skip
     batch = None if dynamic else batch_of(inputs)
-    return _graph(whole, exported, inputs, targets, batch=batch, twice=seen.written_twice)
+    graph = _graph(whole, exported, inputs, targets, batch=batch, twice=seen.written_twice)
+    keys = {p.name: p.key for p in graph.parameters}
+    refuse_overlaps(whole, {f"model.{keys[name]}" for name, _ in graph.writes})
+    return graph
 
 
 def _refuse_state(
@@ -194,9 +202,33 @@ def _explained(model: nn.Module, error: Exception) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.line and not f.filename.startswith(_ROOTS)]
     frames = [f for f in frames if f.filename != contextlib.__file__]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
-    reason = " ".join((str(error).strip() or type(error).__name__).split())[:200]
-    hint = "avoid .item(), data-dependent control flow and Python side effects in forward"
-    return f"{type(model).__name__} cannot be exported{where}: {reason}; {hint}"
+    reason = " ".join((str(error).strip() or type(error).__name__).split())
+    scripted = next((f"module '{path}'" for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        return f"{type(model).__name__} cannot be exported{where}: {scripted} is scripted by torch.jit; use the plain module"
+    hint = next((hint for sign, hint in _HINTS.items() if sign in f"{type(error).__name__} {reason}"), _HINT)
+    return f"{type(model).__name__} cannot be exported{where}: {_shortened(reason)}; {hint}"
+
+
+_HINT = "it must run in eager PyTorch on inputs of these shapes, and its shapes must not depend on values"
+_HINTS = {
+    "data-dependent": "avoid .item() and control flow that depends on values in forward",
+    "DataDependent": "avoid .item() and control flow that depends on values in forward",
+    "fake tensor in the exported program": "forward reads or writes a weight's or buffer's .data; use .detach(), or write "
+    "under torch.no_grad()",
+    "is not a known type": "register it by torch.export.register_dataclass, or return a tuple or a dict",
+    "for index": "if the loss wants class labels, give it targets of int64",
+    "expected scalar type Long": "if the loss wants class labels, give it targets of int64",
+}
+"""What to do, by what torch says."""
+
+
+def _shortened(text: str, most: int = 200) -> str:
+    """The first sentences of a text, or its first words."""
+    if len(text) <= most:
+        return text
+    sentences = text[:most].rpartition(". ")[0]
+    return sentences or f"{text[:most].rpartition(' ')[0]} ..."
 
 
 def _graph(
@@ -204,6 +236,9 @@ def _graph(
 ) -> Graph:
     builder, env = Walk(), {}
     state = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers(remove_duplicate=False))}
+    clash = {key.removeprefix("model.") for key in state if key.startswith("model.loss.")} & state.keys()
+    if clash:
+        raise CaptureFailed(f"model and loss both have a '{min(clash)}'; rename the model's submodule 'loss'")
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for key, tensor in state.items():
@@ -231,6 +266,7 @@ def _graph(
                 )
                 (builder.buffers if kind == "BUFFER" else builder.parameters).add(node.name)
             env[node] = by_key[key]
+            builder.keys[by_key[key].name] = _shown(key)
         elif kind == "CONSTANT_TENSOR":
             env[node] = builder.add_constant(node.name, exported.constants[spec.target])
         elif isinstance(node.meta.get("val"), Tensor):

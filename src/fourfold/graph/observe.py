@@ -37,21 +37,6 @@ _STATISTICS = {F.batch_norm: (1, 2), F.instance_norm: (1, 2)}
 """Functions that write running statistics, and where they are among the arguments."""
 
 
-def refuse_hooks(whole: nn.Module) -> None:
-    """Refuse hooks that change gradients and hang on modules or parameters, where no trace sees them."""
-    remedy = "remove it, and change the gradients after backward (forward_backward) instead"
-    for path, module in whole.named_modules():
-        for hooks in (module._backward_hooks, module._backward_pre_hooks):
-            for hook in hooks.values():
-                raise CaptureFailed(f"{_module_name(path, module)} has the backward hook {_named(hook)}, which capture cannot "
-                                    f"carry; {remedy}")  # fmt: skip
-    for key, parameter in whole.named_parameters():
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        for hook in [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]:
-            raise CaptureFailed(f"parameter '{key.removeprefix('model.')}' has the hook {_named(hook)}, which capture cannot "
-                                f"carry; {remedy}")  # fmt: skip
-
-
 class Observer(TorchFunctionMode):
     """Watches one or more calls of a module and loss; `differentiated` says whether gradients matter."""
 
@@ -64,6 +49,7 @@ class Observer(TorchFunctionMode):
         self.changed: list[str] = []  # plain attributes that the last call changed
         self.replaced: dict[str, Tensor] = {}  # tensors it put another in the place of, by the attribute's name
         self.draws: list[str] = []
+        self.constant = False  # whether the loss depends on nothing that is trained
         self._statistics: list[Tensor] = []  # written by the current checkpoint
         self._depth = 0
 
@@ -72,7 +58,7 @@ class Observer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _HOOKS:
-            self.hooks.append(f"the tensor hook {_named(args[1] if len(args) > 1 else kwargs.get('hook'))}")
+            self.hooks.append(f"the tensor hook {hook_name(args[1] if len(args) > 1 else kwargs.get('hook'))}")
         if self._depth and func in _STATISTICS:
             given = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
             self._statistics += [t for t in given if isinstance(t, Tensor)]
@@ -84,7 +70,7 @@ class Observer(TorchFunctionMode):
         apply, enter = torch.autograd.Function.__dict__["apply"], saved_tensors_hooks.__enter__
 
         def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
-            self.functions.append(cls)
+            self.functions += [cls] if _is_custom(cls) else []
             return apply.__get__(None, cls)(*args, **kwargs)
 
         def entered(hooks: Any) -> Any:
@@ -95,9 +81,18 @@ class Observer(TorchFunctionMode):
         with (
             patch.object(torch.autograd.Function, "apply", classmethod(watched)),
             patch.object(saved_tensors_hooks, "__enter__", entered),
+            patch.object(torch, "manual_seed", self._drawing(torch.manual_seed, "torch.manual_seed")),
+            patch.object(torch, "set_rng_state", self._drawing(torch.set_rng_state, "torch.set_rng_state")),
             self,
         ):
             yield
+
+    def _drawing(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            self.draws.append(name)
+            return function(*args, **kwargs)
+
+        return seeded
 
     def call(self, whole: nn.Module, forward: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
         """One call of forward; what it did to attributes, buffers and Python's random state is kept."""
@@ -114,6 +109,7 @@ class Observer(TorchFunctionMode):
         _write_back(buffers)
         if self.differentiated:
             self.functions += _custom_functions([loss, *pytree.tree_leaves(outputs)])
+            self.constant = not (isinstance(loss, Tensor) and loss.requires_grad)
         return loss, outputs
 
     @contextmanager
@@ -155,8 +151,8 @@ class Observer(TorchFunctionMode):
             raise CaptureFailed(f"{name} sets {self.hooks[0]} in forward, which capture cannot carry; change the gradients "
                                 "after backward (forward_backward) instead")  # fmt: skip
         if self.draws:
-            raise CaptureFailed(f"{name} draws numbers from {self.draws[0]} in forward, which capture would freeze; draw them "
-                                "by torch, or pass them in as inputs")  # fmt: skip
+            raise CaptureFailed(f"{name} draws numbers by {self.draws[0]} in forward, which capture would freeze; draw them "
+                                "by torch without a seed, or pass them in as inputs")  # fmt: skip
 
 
 def _write_back(before: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]) -> None:
@@ -197,9 +193,14 @@ def _custom_functions(results: Sequence[Any]) -> list[type]:
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction):
-            found.append(type(node)._forward_cls)
+            found += [cls] if _is_custom(cls := type(node)._forward_cls) else []
         stack += [behind for behind, _ in node.next_functions]
     return found
+
+
+def _is_custom(function: type) -> bool:
+    """Whether an autograd.Function is someone's own; torch makes one for each op that torch.library registers."""
+    return not function.__module__.startswith("torch._library")
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -207,10 +208,5 @@ def _numpy_state() -> tuple[Any, ...]:
     return kind, bytes(np.asarray(keys)), *rest
 
 
-def _named(hook: Any) -> str:
+def hook_name(hook: Any) -> str:
     return getattr(hook, "__qualname__", None) or type(hook).__name__
-
-
-def _module_name(path: str, module: nn.Module) -> str:
-    inner = path.removeprefix("model").removeprefix(".")
-    return f"module '{inner}'" if inner else type(module).__name__

@@ -29,6 +29,7 @@ class Walk:
         self.writes: dict[str, str] = {}
         self.buffers: set[str] = set()
         self.parameters: set[str] = set()
+        self.keys: dict[str, str] = {}  # of parameters and buffers, as users know them
         self.base: dict[str, str] = {}  # a view's storage owner
         self.stale: dict[str, str] = {}  # storage owner -> the in-place op that overwrote it
 
@@ -42,7 +43,11 @@ class Walk:
             if node.op == "get_attr":
                 env[node] = self._attribute(owner, node, prefix)
             elif node.op == "call_function":
-                env[node] = self._call(owner, node, env, prefix)
+                try:
+                    env[node] = self._call(owner, node, env, prefix)
+                except CaptureFailed as error:
+                    line = _line(node)
+                    raise error if line in str(error) else CaptureFailed(f"{error}{line}") from None
             elif node.op == "output":
                 return self._literal(node.args[0], env)
         raise CaptureFailed("the exported graph has no output")
@@ -54,6 +59,8 @@ class Walk:
     def add_constant(self, name: str, value: Tensor) -> Ref:
         if value.is_meta or type(value).__name__ == "FakeTensor":
             raise CaptureFailed(f"constant {name} has no data; build the model on a real device or register it as a buffer")
+        if type(value) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise CaptureFailed(f"{name} is a {type(value).__name__} of a torch.func transform; use plain tensor ops there")
         flat = value.detach().cpu().contiguous().reshape(-1)
         self.constants[name] = Constant(name=name, data=bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
         return self.add_value(name, value)
@@ -71,6 +78,9 @@ class Walk:
         target = str(node.target)
         if target.startswith(_DROPPED):
             return None
+        if not isinstance(node.target, torch._ops.OpOverload):
+            what = getattr(node.target, "__name__", target)
+            raise CaptureFailed(f"{what} of a torch.func transform (vmap, grad) is not supported; use plain tensor ops there")
         return self._op(node, target, env, prefix)
 
     def _inline(self, owner: nn.Module, node: torch.fx.Node, env: dict[torch.fx.Node, Any], prefix: str) -> Any:
@@ -87,7 +97,11 @@ class Walk:
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
         for place, argument in zip(places, node.args[body_at + 1 :], strict=True):
             inner[place] = self._literal(argument, env)
+        before = dict(inner)
         result = self.walk(body.graph, body, inner, f"{prefix}{node.name}_")
+        for place, value in before.items():
+            if isinstance(value, Ref) and inner[place] != value:  # written in place inside
+                _rebind(env, value, inner[place])
         if "grad" in name and node.args[0] is False:
             return tuple(self._detached(r) for r in result)
         return result
@@ -106,11 +120,15 @@ class Walk:
         overload: Any = node.target
         args, kwargs = self._literal(node.args, env), self._literal(node.kwargs, env)
         mutated: str | None = None
-        if overload._schema.is_mutable:
+        if overload._schema.is_mutable and isinstance(kwargs.get("out"), Ref):
+            mutated = kwargs.pop("out").name
+            overload, target = _without_out(overload, target)
+        elif overload._schema.is_mutable:
             if not target.split(".")[1].endswith("_"):
                 raise CaptureFailed(f"{target} writes into its arguments; use the functional op there")
             mutated = args[0].name
             overload, target = _functional(overload, target)
+        args, kwargs = _without_formats(node, args, kwargs)
         if target.startswith("aten.new_"):  # only dtype and device come from the operand: a plain creation
             target, args, kwargs = self._creation(target, args, kwargs)
         if target.startswith("aten.type_as") or target == "aten.to.other":  # the other operand lends its dtype only
@@ -130,15 +148,13 @@ class Walk:
             results=results,
             module=_module_path(node),
             pointwise=torch.Tag.pointwise in overload.tags,
-            inplace=str(node.target) if mutated is not None else "",
+            inplace=str(node.target) if mutated is not None and target.split(".")[1] + "_" in str(node.target) else "",
             random=torch.Tag.nondeterministic_seeded in overload.tags,
         )
         self._check_storage(op, overload, mutated)
         self.ops.append(op)
         if mutated is not None:
-            for key, current in env.items():
-                if isinstance(current, Ref) and current.name == mutated:
-                    env[key] = out[0]
+            _rebind(env, Ref(mutated), out[0])
         return out if many else out[0]
 
     def _creation(self, target: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
@@ -157,9 +173,9 @@ class Walk:
         if mutated is not None:
             base = self.base.get(mutated, mutated)
             if base in self.parameters:
-                raise CaptureFailed(f"{op.path} changes parameter {base} in place in forward; do that outside the model")
+                raise CaptureFailed(f"forward changes parameter '{self._key(base)}' in place; do that outside of the model")
             if base in self.buffers and base != mutated:
-                raise CaptureFailed(f"{op.path} writes into a part of buffer {base}; write the whole buffer")
+                raise CaptureFailed(f"forward writes into a part of buffer '{self._key(base)}'; write the whole buffer")
             if base in self.buffers:
                 self.writes[base] = op.results[0]
                 self.buffers.add(op.results[0])
@@ -170,8 +186,16 @@ class Walk:
             for result in op.results:
                 self.base[result] = self.base.get(op.operands[0], op.operands[0])
 
+    def _key(self, name: str) -> str:
+        """How users know a parameter or buffer, also after it was written."""
+        while name not in self.keys and name in self.writes.values():
+            name = next(base for base, value in self.writes.items() if value == name)
+        return self.keys.get(name, name)
+
     def _literal(self, value: Any, env: dict[torch.fx.Node, Any]) -> Any:
         if isinstance(value, torch.fx.Node):
+            if value not in env:
+                raise CaptureFailed(f"forward uses {value.name}, which is no tensor (a torch.Generator?); pass tensors alone")
             return env[value]
         if isinstance(value, (tuple, list)):
             return tuple(self._literal(v, env) for v in value)
@@ -190,6 +214,31 @@ class Walk:
         raise CaptureFailed(f"argument {value!r} of type {type(value).__name__} is not supported")
 
 
+def _rebind(env: dict[torch.fx.Node, Any], old: Ref, new: Any) -> None:
+    """Whoever read a tensor that was written in place reads the new value from then on."""
+    for key, current in env.items():
+        if current == old:
+            env[key] = new
+
+
+def _without_formats(node: torch.fx.Node, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments without memory formats, which change no number; split programs lay tensors out themselves."""
+    last = len(args) - 1 if args and isinstance(node.args[-1], torch.memory_format) else len(args)
+    return args[:last], {k: v for k, v in kwargs.items() if not isinstance(node.kwargs.get(k), torch.memory_format)}
+
+
+def _without_out(overload: Any, target: str) -> tuple[Any, str]:
+    """The overload that takes the same arguments and returns what this one writes into `out`."""
+    library, name, _ = target.split(".")
+    packet = getattr(getattr(torch.ops, library), name)
+    wanted = [(a.name, str(a.type)) for a in overload._schema.arguments if a.name != "out"]
+    for variant in packet.overloads():
+        found = getattr(packet, variant)
+        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found, f"{library}.{name}.{variant}"
+    raise CaptureFailed(f"{target} writes into its argument and has no functional form; write it without out=")
+
+
 def _functional(overload: Any, target: str) -> tuple[Any, str]:
     """The functional twin of an in-place overload."""
     _, name, variant = target.split(".")
@@ -203,7 +252,7 @@ def _functional(overload: Any, target: str) -> tuple[Any, str]:
 def _line(node: torch.fx.Node) -> str:
     """The line of the user's code that a node comes from, where it is known."""
     places = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace", "")))
-    return f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+    return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
 
 
 def _module_path(node: torch.fx.Node) -> str:

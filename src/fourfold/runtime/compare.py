@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fourfold.runtime.exchange import is_inexact
+
 if TYPE_CHECKING:
     from fourfold.runtime.trial import Trial
 
@@ -78,17 +80,12 @@ class Distances:
         got = {**self.start, **got}  # what is in the module but not in the graph no step has touched
         parameters = {k: t for k, t in reference.items() if k in self.trainable}
         rest = {k: t for k, t in reference.items() if k not in self.trainable}
-        floats = {k: t for k, t in rest.items() if is_real_or_complex(t)}
+        floats = {k: t for k, t in rest.items() if is_inexact(t)}
         buffers = worst_error(got, floats, self.start)
         for key in rest.keys() - floats.keys():
             if not torch.equal(got[key], reference[key]):
                 buffers = Worst(error=math.inf, tensor=key)
         return {("parameter", step): worst_error(got, parameters, self.start), ("buffer", step): buffers}
-
-
-def is_real_or_complex(tensor: Tensor) -> bool:
-    """Whether a tensor is compared by distance, and not for identity as integers are."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _with_zeros(reference: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,6 +28,11 @@ Spans = tuple[tuple[tuple[int, int], ...], ...]
 _MANY_SPANS = 16  # beyond this an index tensor beats a chain of slices
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether a tensor holds real or complex numbers: it may have a gradient, and is compared by distance."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def take(tensor: Tensor, spans: Spans) -> Tensor:
     """The sub-box at the given spans of every dim."""
     for dim, pieces in enumerate(spans):
@@ -79,6 +84,7 @@ def launcher(exchange: Exchange, world: World) -> Launcher:
     *first, last = [_bound(step, world) for step in exchange.steps] or [_finished(lambda tensor: tensor)]
 
     def launch(tensor: Tensor) -> Finish:
+        tensor = tensor.resolve_conj().resolve_neg()  # transports read memory, where a lazy conjugate is not
         for step in first:
             tensor = step(tensor)()
         return last(tensor)
@@ -263,7 +269,7 @@ def started(exchange: Exchange, world: World) -> Launcher:
         return lambda: apply(tensor, finish)
 
     def apply(tensor: Tensor, finish: Finish) -> Tensor:
-        if not tensor.is_floating_point():
+        if not is_inexact(tensor):
             return finish()
         return _Move.apply(tensor, finish, backward)  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import frees, order_of_use, overwriting, reads, writes
 from fourfold.plans.program import Compute, Move, Program, Repeat, Step
-from fourfold.runtime.exchange import moved, mover, started
+from fourfold.runtime.exchange import is_inexact, moved, mover, started
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.recompute import recomputed
@@ -215,7 +215,7 @@ class Executor:
         shape, part = spec.shape, self.local.shape(layout)
         dtype = self.local.dtype(spec.dtype)
         tensor = tensor.to(self.world.device)
-        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        tensor = tensor.to(dtype) if is_inexact(tensor) else tensor
         if tuple(tensor.shape) == tuple(shape):
             return self.local.cut(tensor, layout).contiguous()
         if tuple(tensor.shape) == part:

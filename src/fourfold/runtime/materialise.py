@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fourfold.graph.capture import WithLoss
 from fourfold.models.material import initialised
 from fourfold.plans.layout import Layout
 from fourfold.runtime.exchange import take
@@ -26,13 +27,14 @@ def cut(tensor: Tensor, layout: Layout, world: World) -> Tensor:
     return part if part is tensor else part.clone(memory_format=torch.contiguous_format)
 
 
-def loader(model: nn.Module, world: World, *, seed: int = 0) -> Loader:
-    """Gives a rank its part of the tensors of a module, by state_dict key."""
+def loader(whole: WithLoss, world: World, *, seed: int = 0) -> Loader:
+    """Gives a rank its part of the tensors of a model, by state_dict key, or of its loss, by `loss.` and the key there."""
     fresh: dict[str, Tensor] = {}
+    of_loss = {f"loss.{key}" for key in whole.loss.state_dict(keep_vars=True)} if isinstance(whole.loss, nn.Module) else set()
 
     def load(key: str, layout: Layout) -> Tensor:
         owner_name, _, name = key.rpartition(".")
-        owner = model.get_submodule(owner_name)
+        owner = (whole if key in of_loss else whole.model).get_submodule(owner_name)
         tensor = getattr(owner, name).detach()
         if tensor.is_meta:
             if key not in fresh:

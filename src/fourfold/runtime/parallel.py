@@ -128,7 +128,7 @@ class Parallel:
 
     def _loader(self, world: World) -> FullTensor:
         """The module's own tensors, or those loaded since that no rank trains."""
-        load = loader(self._model, world, seed=self._seed)
+        load = loader(WithLoss(self._model, self._loss), world, seed=self._seed)
         return lambda key, layout: cut(self._loaded[key], layout, world) if key in self._loaded else load(key, layout)
 
     def _kept_keys(self) -> set[str]:
@@ -205,7 +205,8 @@ class Parallel:
             world = self._runner.executors[index].world
             first = all(world.coords[a] == 0 for a in world.mesh.names if a not in layout.sharded)  # count replicas once
             if first and self.pipeline.cut.tied.get(name, (index,))[0] == index:
-                total += tensor.grad.double().square().sum()
+                parts = torch.view_as_real(tensor.grad.resolve_conj()) if tensor.grad.is_complex() else tensor.grad
+                total += parts.double().square().sum()
         if self.plan.size > 1:
             dist.all_reduce(total)
         norm = total.sqrt()

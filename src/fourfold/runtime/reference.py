@@ -12,7 +12,7 @@ but not the weighing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph
+from fourfold.graph.attributes import unchanged
 from fourfold.graph.capture import WithLoss, mean_square
 from fourfold.plans import Mesh, Plan
-from fourfold.runtime.compare import is_real_or_complex
+from fourfold.runtime.exchange import is_inexact
 from fourfold.runtime.replay import NotReplayable, Replay, casts, draws
 from fourfold.runtime.rounding import OtherRounding
 from fourfold.runtime.subject import Subject, stored_tensors
@@ -43,6 +44,7 @@ class Reference:
     optimizer: str = "sgd"
     steps: int = 3
     microbatches: int = 1
+    later: tuple[list[Tensor], ...] = ()  # data of the steps after the first, where it is not the same
     start: dict[str, Tensor] = field(init=False)
     _singles: dict[int, Trial] = field(init=False, default_factory=dict)
     _rounded: dict[int, Trial] = field(init=False, default_factory=dict)
@@ -119,16 +121,16 @@ class Reference:
         graph = self.subject.graph
         plan = Plan(graph=graph.hash, batch=self.subject.batch, mesh=Mesh.of(data=1), microbatches=self.microbatches)
         task = Task(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
-        return run_trial(task, state, tensors)
+        return run_trial(task, state, tensors, later=self.later)
 
     def _eager(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor], *, steps: int) -> Trial:
         return eager_trial(self.subject, state, tensors, precision=precision, optimizer=self.optimizer, steps=steps,
-                           microbatches=self.microbatches)  # fmt: skip
+                           microbatches=self.microbatches, later=self.later)  # fmt: skip
 
 
 def eager_trial(
     subject: Subject, state: Mapping[str, Tensor], tensors: list[Tensor], *, precision: str, optimizer: str, steps: int,
-    microbatches: int = 1,
+    microbatches: int = 1, later: Sequence[list[Tensor]] = (),
 ) -> Trial:  # fmt: skip
     """The steps of `run_trial`, by the module itself in this process."""
     case, dtypes = subject.case, PRECISIONS[precision]
@@ -142,11 +144,10 @@ def eager_trial(
         for key, (tensor, _, _) in before.items():
             tensor.data = cast(state[key]).clone()
             tensor.grad = None
-        given = iter([cast(t) for t in tensors])
-        values = [next(given) for _ in case.inputs]
-        inputs = dict(zip(case.inputs, values, strict=True)) if isinstance(case.inputs, Mapping) else tuple(values)
-        forward = partial(_forward, whole, inputs, tuple(given), subject, microbatches, replay)
-        return _steps(whole, forward, subject.graph, optimizer, steps, replay)
+        batches = [[cast(t) for t in (later[step - 1] if step and later else tensors)] for step in range(steps)]
+        forward = partial(_forward, whole, subject, microbatches, replay)
+        with unchanged(whole):
+            return _steps(whole, forward, batches, subject.graph, optimizer, replay)
     finally:
         for tensor, data, grad in before.values():
             tensor.data, tensor.grad = data, grad
@@ -161,9 +162,12 @@ def replay_for(subject: Subject, precision: str, microbatches: int = 1) -> Repla
 
 
 def _forward(
-    whole: WithLoss, inputs: Any, targets: tuple[Tensor, ...], subject: Subject, microbatches: int, replay: Replay | None
+    whole: WithLoss, subject: Subject, microbatches: int, replay: Replay | None, tensors: list[Tensor]
 ) -> tuple[Tensor, Any]:
     """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
+    fresh, names = [t.clone() for t in tensors], subject.case.inputs  # forward may write into its inputs
+    given, targets = fresh[: len(names)], tuple(fresh[len(names) :])
+    inputs: Any = dict(zip(names, given, strict=True)) if isinstance(names, Mapping) else tuple(given)
     if microbatches == 1:
         result: tuple[Tensor, Any] = whole(inputs, targets)
         return result
@@ -195,16 +199,17 @@ def _joined(leaves: tuple[Any, ...], batch: int) -> Any:
 
 
 def _steps(
-    whole: WithLoss, forward: Callable[[], tuple[Tensor, Any]], graph: Graph, optimizer: str, steps: int, replay: Replay | None
-) -> Trial:
+    whole: WithLoss, forward: Callable[[list[Tensor]], tuple[Tensor, Any]], data: list[list[Tensor]], graph: Graph,
+    optimizer: str, replay: Replay | None,
+) -> Trial:  # fmt: skip
     parameters = [p for p in whole.parameters() if p.requires_grad]
     update = optimizer_named(optimizer)(list(parameters)) if parameters else None
     trial = Trial()
-    for step in range(steps):
+    for step, tensors in enumerate(data):
         for parameter in parameters:
             parameter.grad = None
         with replay.step(step) if replay is not None else nullcontext():
-            loss, outputs = forward()
+            loss, outputs = forward(tensors)
             if replay is not None:
                 replay.forward_done()
             if loss.requires_grad:
@@ -231,7 +236,7 @@ def _outputs(graph: Graph, outputs: Any) -> dict[str, Tensor]:
     leaves = {id(t): t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)}
     assert len(leaves) == len(graph.outputs), f"{len(leaves)} outputs, {len(graph.outputs)} captured"
     pairs = zip(graph.outputs, leaves.values(), strict=True)
-    return {name: t.detach().clone() for name, t in pairs if is_real_or_complex(t)}
+    return {name: t.detach().clone() for name, t in pairs if is_inexact(t)}
 
 
 def nudged(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ tests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from fourfold.graph.spec import computed_as
 from fourfold.plans import Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import pipeline
-from fourfold.runtime.compare import is_real_or_complex
+from fourfold.runtime.exchange import is_inexact
 from fourfold.runtime.execute import FullTensor
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
@@ -96,11 +96,14 @@ def run_task(task: Task) -> dict[str, Any]:
     return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
 
 
-def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> Trial:
-    """The steps of a task."""
+def run_trial(
+    task: Task, state: Mapping[str, Tensor], inputs: list[Tensor], *, later: Sequence[list[Tensor]] = ()
+) -> Trial:
+    """The steps of a task, all with the same inputs unless those of later ones are given."""
     running = runner(task, state, Randomness(exact=True))
     names = (*task.graph.inputs, *task.graph.targets)
-    feeds = dict(zip(names, inputs, strict=True))
+    data = [dict(zip(names, tensors, strict=True)) for tensors in (inputs, *later)]
+    feeds = data[0]
     parameters = [tensor for _, tensor in running.named()]
     optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
     if optimizer is not None:
@@ -109,11 +112,11 @@ def run_trial(task: Task, state: Mapping[str, Tensor], inputs: list[Tensor]) -> 
     for step in range(task.steps):
         running.randomness.step = step
         begun = time.perf_counter()
-        outcome = running.forward_backward(feeds, outputs=step == 0)
+        outcome = running.forward_backward(data[step] if later else feeds, outputs=step == 0)
         spent = time.perf_counter() - begun
         trial.losses.append(float(outcome.loss))
         if step == 0:
-            trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if is_real_or_complex(t)}
+            trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if is_inexact(t)}
             trial.gradients = whole_gradients(running)
         begun = time.perf_counter()
         if optimizer is not None:

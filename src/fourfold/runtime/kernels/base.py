@@ -22,7 +22,7 @@ from fourfold.graph.spec import mapped
 from fourfold.index import IndexSet
 from fourfold.plans.layout import Layout
 from fourfold.plans.program import Compute
-from fourfold.runtime.exchange import take
+from fourfold.runtime.exchange import is_inexact, take
 from fourfold.runtime.world import World
 
 Run = Callable[..., Any]
@@ -136,7 +136,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.like = [(t.shape, t.dtype, t.device) if t.is_floating_point() else None for t in tensors]
+        ctx.like = [(t.shape, t.dtype, t.device) if is_inexact(t) else None for t in tensors]
         return value.view_as(value)
 
     @staticmethod
@@ -147,7 +147,7 @@ class _Attached(torch.autograd.Function):
 
 def attached(value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """`value`, made to depend on `tensors` with zero gradient."""
-    if value.is_floating_point() and any(t.requires_grad for t in tensors):
+    if is_inexact(value) and any(t.requires_grad for t in tensors):
         return _Attached.apply(value, *tensors)  # type: ignore[no-untyped-call]
     return value
 
@@ -167,7 +167,7 @@ def _nothing(step: Compute, local: Local, shapes: list[tuple[int, ...]]) -> Run:
     def run(*tensors: Tensor) -> Any:
         out = []
         for shape, name in zip(shapes, specs, strict=True):
-            first = next((t for t in tensors if t.is_floating_point()), None)
+            first = next((t for t in tensors if is_inexact(t)), None)
             dtype = first.dtype if first is not None and name is None else (name or torch.get_default_dtype())
             out.append(attached(torch.zeros(shape, dtype=dtype, device=local.device), tensors))
         return out[0] if len(out) == 1 and len(step.op.results) == 1 and not _many(step) else tuple(out)
