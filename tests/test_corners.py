@@ -51,7 +51,7 @@ def clamped(self: Any, x: Tensor) -> Tensor:
 
 
 def test_a_parameter_changed_in_place_in_forward_is_refused() -> None:
-    with pytest.raises(CaptureFailed, match=r"changes parameter .*weight in place"):
+    with pytest.raises(CaptureFailed, match=r"changes parameter '.*weight' in place"):
         capture(Function(clamped, l=nn.Linear(4, 4)), (torch.randn(4, 4),))
 
 

@@ -116,8 +116,8 @@ def reentrant(net: Net, x: Tensor) -> Tensor:
         (counted, "changes 'steps' in every call of forward"),
         (grown, "changes 'seen' in every call of forward"),
         (remembered, "reads and replaces the tensor 'memory'"),
-        (rolled, "draws numbers from random in forward"),
-        (drawn, "draws numbers from numpy.random in forward"),
+        (rolled, "draws numbers by random in forward"),
+        (drawn, "draws numbers by numpy.random in forward"),
         (reentrant, "use_reentrant=True"),
     ],
 )

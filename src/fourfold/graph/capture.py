@@ -115,11 +115,12 @@ def _captured(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, d
     name = type(whole.model).__name__
     seen.refuse(name)
     _refuse_state(whole, inputs, targets, seen, exported.constants.values(), dynamic=dynamic)
-    if seen.constant and any(p.requires_grad for p in whole.parameters()):
-        raise CaptureFailed(f"the loss of {name} depends on no parameter that is trained, so that eager PyTorch's backward "
-                            "raises too; let it depend on one, or freeze them all")  # fmt: skip
     batch = None if dynamic else batch_of(inputs)
     graph = _graph(whole, exported, inputs, targets, batch=batch, twice=seen.written_twice)
+    trained = {p.name for p in graph.parameters if p.trainable}
+    if trains and any(p.requires_grad for p in whole.parameters()) and not trained & graph.reached:
+        raise CaptureFailed(f"the loss of {name} depends on no parameter that is trained, so that eager PyTorch's backward "
+                            "raises too; let it depend on one, or freeze them all")  # fmt: skip
     keys = {p.name: p.key for p in graph.parameters}
     refuse_overlaps(whole, {f"model.{keys[name]}" for name, _ in graph.writes})
     return graph
@@ -211,9 +212,11 @@ def _explained(model: nn.Module, error: Exception) -> str:
 
 
 _HINT = "it must run in eager PyTorch on inputs of these shapes, and its shapes must not depend on values"
+_VALUES = "avoid .item(), .numpy() and control flow that depends on values in forward"
 _HINTS = {
-    "data-dependent": "avoid .item() and control flow that depends on values in forward",
-    "DataDependent": "avoid .item() and control flow that depends on values in forward",
+    "data-dependent": _VALUES,
+    "DataDependent": _VALUES,
+    ".numpy() is not supported": _VALUES,
     "fake tensor in the exported program": "forward reads or writes a weight's or buffer's .data; use .detach(), or write "
     "under torch.no_grad()",
     "is not a known type": "register it by torch.export.register_dataclass, or return a tuple or a dict",

@@ -49,7 +49,6 @@ class Observer(TorchFunctionMode):
         self.changed: list[str] = []  # plain attributes that the last call changed
         self.replaced: dict[str, Tensor] = {}  # tensors it put another in the place of, by the attribute's name
         self.draws: list[str] = []
-        self.constant = False  # whether the loss depends on nothing that is trained
         self._statistics: list[Tensor] = []  # written by the current checkpoint
         self._depth = 0
 
@@ -109,7 +108,6 @@ class Observer(TorchFunctionMode):
         _write_back(buffers)
         if self.differentiated:
             self.functions += _custom_functions([loss, *pytree.tree_leaves(outputs)])
-            self.constant = not (isinstance(loss, Tensor) and loss.requires_grad)
         return loss, outputs
 
     @contextmanager
