@@ -1,5 +1,6 @@
 """What "equal" notices, and a covering set of the cells of `make verify-all`."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 import verify_all
+from fourfold.cli.door import run
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.reference import EAGER, PROGRAM, Reference
 from fourfold.runtime.subject import subject
 from fourfold.runtime.trial import Trial
-from fourfold.runtime.verify import Check, _checks
+from fourfold.runtime.verify import Check, _checks, verify
+from ranks import pool
 
 COVERING = """
 vgg16-cifar,batch=4,width=256,channels=16 | data | 2 | fp64
@@ -153,3 +156,64 @@ def test_the_reference_is_eager_unless_its_draws_cannot_be_replayed(tmp_path: Pa
         "    return Net(3, 3), (torch.randn(4, 3),)\n"
     )
     assert Reference(subject=subject(f"{tmp_path}/net.py:net")).kind == kind
+
+
+AMPLIFYING = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+    def forward(self, x):
+        x = (x > 0).to(x.dtype)  # what moves in the last place does not come further than here
+        for layer in self.layers:
+            x = torch.sin(7 * layer(x))
+        return x
+def net():
+    return Net(), (torch.randn(8, 16),)
+"""
+
+
+def test_a_network_that_amplifies_rounding_is_not_called_unequal(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(AMPLIFYING)
+    seen = subject(f"{tmp_path}/net.py:net")
+    verdict = verify(seen, seen.plan("filter", ranks=2), pool(2), reference=Reference(subject=seen))
+    assert verdict is not None
+    assert not verdict.plain, "moved inputs alone would call it unequal"
+    assert verdict.equal
+    assert max(check.error for check in verdict.checks) > 1e-9
+    assert all(check.error <= 1e-9 for check in verdict.checks if check.step == 1)
+
+
+BROKEN = """
+import torch
+from torch import nn
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 0
+def net():
+    return Net(4, 4), (torch.randn(8, 4),)
+"""
+
+
+def test_a_loss_that_is_not_a_number_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(BROKEN)
+    seen = subject(f"{tmp_path}/net.py:net")
+    verdict = verify(seen, seen.plan("data", ranks=2), pool(2), reference=Reference(subject=seen))
+    assert verdict is not None
+    assert (verdict.equal, verdict.bad_step) == (False, 1)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_training_stops_at_a_loss_that_is_not_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], allowed: bool
+) -> None:
+    (tmp_path / "net.py").write_text(BROKEN)
+    more = ["--allow-nan"] if allowed else []
+    arguments = ["train", f"{tmp_path}/net.py:net", "--strategy=data", "--ranks=2", "--steps=3", "--no-predict", "--json"]
+    assert run([*arguments, *more]) == (0 if allowed else 1)
+    out, said = capsys.readouterr()
+    assert json.loads(out)["nonfinite_step"] == 1
+    assert json.loads(out)["steps"] == (3 if allowed else 1)
+    assert ("the loss of step 1 is" in said and "--allow-nan goes on" in said) is not allowed
