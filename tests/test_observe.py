@@ -344,3 +344,37 @@ def test_a_second_run_on_divided_weights_is_refused_while_the_first_lives() -> N
         ff.parallelize(net, plan)
     del run
     ff.parallelize(net, plan)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter and a buffer of its own."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("weight", torch.arange(4.0, dtype=torch.float64))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return (output * self.weight * self.scale).square().mean() + (self.scale - 2).square()
+
+
+def test_a_loss_with_tensors_of_its_own_is_trained_and_its_parameters_are_given_back() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    net, loss = nn.Linear(4, 4).double(), Scaled()
+    plan = ff.plan(net, (x,), loss=loss, strategy="data", devices=1).best
+    run = ff.parallelize(net, plan, loss=loss, optimizer=sgd)
+    losses = [float(run.step(x)) for _ in range(3)]
+    torch.manual_seed(0)
+    net, loss = nn.Linear(4, 4).double(), Scaled()
+    update = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
+    for found in losses:
+        update.zero_grad()
+        value = loss(net(x))
+        value.backward()
+        update.step()
+        assert found == pytest.approx(float(value))
+    assert set(run.state_dict()) == {"weight", "bias", "loss.scale"}
+    torch.testing.assert_close(run.state_dict()["loss.scale"], loss.scale.detach())

@@ -37,7 +37,8 @@ def refuse_modules(whole: nn.Module) -> None:
         if is_lazy(tensor):
             raise CaptureFailed(f"'{_shown(key)}' of a lazy module has no shape yet; call the model once before")
     for path, module in whole.named_modules():
-        if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
+        counts = isinstance(module, _BatchNorm) and module.momentum is None and module.num_batches_tracked is not None
+        if counts and module.training:
             what = f"{_module_name(path, module)} averages over all its calls (momentum=None)"
             raise CaptureFailed(f"{what}, by a factor that a graph cannot hold; give it a momentum, as 0.1")
 

@@ -246,13 +246,15 @@ class Parallel:
         return Runner(made, load, device=self._runner.device, trains=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The original module's state_dict, whole, on every rank."""
+        """The original module's state_dict, whole, on every rank; a loss's trained parameters are there as `loss.` and their key."""
         aliases, held = dict(self.graph.aliases), whole_state(self._runner)
-        load = self._loader(self._runner.everyone)
-        return {
+        load, stored = self._loader(self._runner.everyone), self._model.state_dict()
+        model = {
             key: held[kept].clone() if (kept := aliases.get(key, key)) in held else load(key, Layout.same(value.shape))
-            for key, value in self._model.state_dict().items()  # what is not part of the graph nothing trains
+            for key, value in stored.items()  # what is not part of the graph nothing trains
         }
+        trained = {p.key for p in self.graph.parameters if p.trainable}
+        return model | {key: held[key].clone() for key in held if key in trained and key not in stored}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of a whole state_dict with the original module's keys."""
