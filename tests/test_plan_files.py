@@ -11,7 +11,8 @@ import pytest
 
 from fourfold.errors import Infeasible, InvalidInput, StalePlan
 from fourfold.plans import Mesh, Plan, load_plan, lower, named, save_plan
-from fourfold.plans.plan import VERSION, Passes, matches
+from fourfold.plans.files import VERSION, plan_data
+from fourfold.plans.plan import Passes, matches
 from small import assert_equal, batch_of, built_in, graph_of
 
 VGG = "vgg16-cifar"
@@ -30,14 +31,14 @@ def test_every_named_plan_survives_its_file(strategy: str, tmp_path: Path) -> No
 
 def test_a_plan_inside_an_answer_of_the_command_line_is_found(tmp_path: Path) -> None:
     plan = by_hand(inputs={"model": "batch"})
-    (tmp_path / "answer.json").write_text(json.dumps({"model": VGG, "plan": plan.to_json()}))
+    (tmp_path / "answer.json").write_text(json.dumps({"model": VGG, "plan": plan_data(plan)}))
     assert load_plan(tmp_path / "answer.json") == plan
 
 
-def test_a_file_of_another_version_is_refused_with_both_numbers() -> None:
-    data = {**by_hand().to_json(), "version": VERSION + 1}
+def test_a_file_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({**plan_data(by_hand()), "version": VERSION + 1}))
     with pytest.raises(InvalidInput, match=rf"version {VERSION + 1}, this Fourfold reads {VERSION}"):
-        Plan.from_json(data)
+        load_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ class Voice:
         if not self.json and not self.silent:
             print(text, flush=True)
 
+    def note(self, text: str) -> None:
+        """A line about what goes another way than asked, on stderr."""
+        if not self.silent:
+            print(f"fourfold: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
     @contextlib.contextmanager
     def counting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
         """A bar that fills: the value takes the words, how many are done, and of how many."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fourfold.plans import Compute, Pipeline, Plan, Program
+from fourfold.plans.files import plan_data
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def verify_record(
         "model": model,
         "strategy": plan.strategy,
         "ranks": plan.size,
-        "plan": plan.to_json(),
+        "plan": plan_data(plan),
         "precision": precision,
         "optimizer": optimizer,
         "steps": steps,
