@@ -70,7 +70,7 @@ def keep_graph(graph: Graph) -> None:
 def kept_graph(content: str) -> Graph | None:
     """The graph with a content hash; None if it is not in the cache, or its file is damaged."""
     data = read_cached(_graph_file(content), VERSION) if re.fullmatch(r"[0-9a-f]{16}", content) else None
-    with suppress(KeyError, TypeError, ValueError, AttributeError):
+    with suppress(KeyError, ValueError):
         found = graph_from(data["graph"]) if data is not None else None
         return found if found is not None and found.hash == content else None
     return None

@@ -1,8 +1,8 @@
 """A graph as plain data for JSON, and back. Nothing but data: reading it builds values of this room and runs no code.
 
-Literals of ops are written as they are where JSON has them. What it has not is an object with one key that says what it is:
-``{"ref": name}``, ``{"dtype": name}``, ``{"size": [coef, const]}``, ``{"device": null}``, ``{"map": {...}}``,
-``{"complex": [re, im]}``, ``{"float": "-inf"}``. Lists are tuples.
+What JSON has stays as it is, and its lists are tuples. Anything else is an object with one key that says what it is: a value of
+this room by its name, as ``{"Ref": ["conv2d_1"]}`` or ``{"Size": [2, 0]}``, its fields in order; ``{"map": [[key, item]...]}``,
+``{"bytes": base64}``, ``{"complex": [re, im]}``, ``{"float": "-inf"}``.
 """
 
 from __future__ import annotations
@@ -10,107 +10,52 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from fourfold.graph.spec import Constant, Device, Dtype, Graph, Op, Parameter, Ref, Size, TensorSpec
 
 VERSION = 1  # counted up with every change of what is written here
+_VALUES = {kind.__name__: kind for kind in (Constant, Device, Dtype, Graph, Op, Parameter, Ref, Size, TensorSpec)}
 
 
-def graph_data(graph: Graph) -> dict[str, Any]:
+def graph_data(graph: Graph) -> Any:
     """The graph as JSON has it."""
-    return {
-        "values": [[name, [_written(size) for size in spec.shape], spec.dtype] for name, spec in graph.values.items()],
-        "inputs": list(graph.inputs),
-        "targets": list(graph.targets),
-        "parameters": [[p.name, p.key, p.trainable, p.buffer, p.persistent] for p in graph.parameters],
-        "constants": [[c.name, base64.b64encode(c.data).decode()] for c in graph.constants],
-        "ops": [_op_data(op) for op in graph.ops],
-        "loss": graph.loss,
-        "outputs": list(graph.outputs),
-        "writes": [list(pair) for pair in graph.writes],
-        "batch": graph.batch,
-        "aliases": [list(pair) for pair in graph.aliases],
-    }
+    return _written(graph)
 
 
-def graph_from(data: Mapping[str, Any]) -> Graph:
-    """The graph that was written. Data of another form raises KeyError, TypeError or ValueError."""
-    return Graph(
-        values={name: TensorSpec(tuple(map(_read, shape)), dtype) for name, shape, dtype in data["values"]},
-        inputs=tuple(data["inputs"]),
-        targets=tuple(data["targets"]),
-        parameters=tuple(
-            Parameter(name=name, key=key, trainable=trainable, buffer=buffer, persistent=persistent)
-            for name, key, trainable, buffer, persistent in data["parameters"]
-        ),
-        constants=tuple(Constant(name=name, data=base64.b64decode(text, validate=True)) for name, text in data["constants"]),
-        ops=tuple(_op(entry) for entry in data["ops"]),
-        loss=data["loss"],
-        outputs=tuple(data["outputs"]),
-        writes=tuple((buffer, value) for buffer, value in data["writes"]),
-        batch=data["batch"],
-        aliases=tuple((key, first) for key, first in data["aliases"]),
-    )
+def graph_from(data: Any) -> Graph:
+    """The graph that was written; a `ValueError` where the data are of another form."""
+    try:
+        found = _read(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no graph: {error}") from error
+    if not isinstance(found, Graph):
+        raise ValueError(f"no graph but a {type(found).__name__}")
+    return found
 
 
-def _op_data(op: Op) -> dict[str, Any]:
-    return {
-        "name": op.name,
-        "target": op.target,
-        "args": _written(op.args),
-        "kwargs": {key: _written(value) for key, value in op.kwargs.items()},
-        "results": list(op.results),
-        "module": op.module,
-        "pointwise": op.pointwise,
-        "random": op.random,
-        "inplace": op.inplace,
-    }
-
-
-def _op(data: Mapping[str, Any]) -> Op:
-    return Op(
-        name=data["name"],
-        target=data["target"],
-        args=_read(data["args"]),
-        kwargs={key: _read(value) for key, value in data["kwargs"].items()},
-        results=tuple(data["results"]),
-        module=data["module"],
-        pointwise=data["pointwise"],
-        random=data["random"],
-        inplace=data["inplace"],
-    )
-
-
-def _written(literal: Any) -> Any:
-    match literal:
+def _written(value: Any) -> Any:
+    match value:
         case None | bool() | int() | str():
-            return literal
+            return value
         case float():
-            return literal if math.isfinite(literal) else {"float": repr(literal)}
+            return value if math.isfinite(value) else {"float": repr(value)}
         case complex():
-            return {"complex": [_written(literal.real), _written(literal.imag)]}
-        case Ref():
-            return {"ref": literal.name}
-        case Dtype():
-            return {"dtype": literal.name}
-        case Size():
-            return {"size": [literal.coef, literal.const]}
-        case Device():
-            return {"device": None}
+            return {"complex": [_written(value.real), _written(value.imag)]}
+        case bytes():
+            return {"bytes": base64.b64encode(value).decode()}
         case tuple() | list():
-            return [_written(item) for item in literal]
+            return [_written(item) for item in value]
         case Mapping():
-            return {"map": {key: _written(item) for key, item in literal.items()}}
-    raise TypeError(f"{type(literal).__name__} is no literal of a graph")
+            return {"map": [[key, _written(item)] for key, item in value.items()]}
+    name = type(value).__name__
+    return {name: [_written(getattr(value, field.name)) for field in fields(_VALUES[name])]}
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
-    "ref": Ref,
-    "dtype": Dtype,
-    "size": lambda pair: Size(*pair),
-    "device": lambda nothing: Device(),
-    "map": lambda entries: {key: _read(item) for key, item in entries.items()},
+    "map": lambda pairs: {key: _read(item) for key, item in pairs},
+    "bytes": lambda text: base64.b64decode(text, validate=True),
     "complex": lambda parts: complex(*map(_read, parts)),
     "float": float,
 }
@@ -119,7 +64,10 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
 def _read(data: Any) -> Any:
     if isinstance(data, list):
         return tuple(map(_read, data))
-    if isinstance(data, dict):
-        ((kind, content),) = data.items()
-        return _READ[kind](content)
-    return data
+    if not isinstance(data, dict):
+        return data
+    ((name, content),) = data.items()
+    if name in _READ:
+        return _READ[name](content)
+    kind = _VALUES[name]
+    return kind(**dict(zip((field.name for field in fields(kind)), map(_read, content), strict=True)))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fourfold.runtime.verify import Check, Verdict
 
 
+VERSION = 1  # of the records of runs; `runs` reads them
+
+
 def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
     """`inspect --json`."""
     return {
@@ -39,7 +42,9 @@ def verify_record(
     """`verify --json`. Predictions are null where there are none."""
     worst = verdict.worst
     return {
+        "version": VERSION,
         "model": model,
+        "graph": plan.graph,
         "strategy": plan.strategy,
         "ranks": plan.size,
         "plan": plan_data(plan),
@@ -90,7 +95,9 @@ def train_record(
 ) -> dict[str, Any]:  # fmt: skip
     """`train --json`."""
     return {
+        "version": VERSION,
         "model": model,
+        "graph": plan.graph,
         "strategy": plan.strategy,
         "ranks": plan.size,
         "batch": plan.batch,
