@@ -19,6 +19,7 @@ LONGEST = 10_000  # characters of a text
 NAME = 200  # of a name
 MOST = 100_000  # entries of a list
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_NO_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ class Table:
             if key not in known:
                 self.fail(key, self._unknown(key, known))
 
-    def text(self, key: str, default: str | None = None, *, most: int = LONGEST) -> str:
-        return self._text(key, self._value(key, default), most)
+    def text(self, key: str, default: str | None = None, *, most: int = LONGEST, lines: bool = False) -> str:
+        """A text of one line, or of several where they are allowed."""
+        return self._text(key, self._value(key, default), most, lines)
 
     def chosen(self, key: str, choices: Sequence[str]) -> str:
         value = self.text(key)
@@ -132,12 +134,12 @@ class Table:
         if len(found) > most:
             self.fail(key, f"has {len(found):,} entries, at most {most:,} are read")
 
-    def _text(self, key: str, value: Any, most: int) -> str:
+    def _text(self, key: str, value: Any, most: int, lines: bool = False) -> str:
         if not isinstance(value, str):
             self.fail(key, f"is {shown(value)}, a text is needed")
         if len(value) > most:
             self.fail(key, f"is a text of {len(value):,} characters, at most {most:,} are read")
-        if found := _UNPRINTABLE.search(value):
+        if found := (_UNPRINTABLE if lines else _NO_LINE).search(value):
             self.fail(key, f"has the character U+{ord(found[0]):04X}, which no text may have")
         return value
 

@@ -79,7 +79,7 @@ def _cluster(table: ClusterTable) -> Cluster:
         table.fail("nodes", f"have {devices:,} devices, at most {MOST_DEVICES:,} are read")
     return Cluster(
         name=table.text("name", most=NAME),
-        about=table.text("about", ""),
+        about=table.text("about", "", lines=True),
         kinds=kinds,
         nodes=runs,
         links=links,
@@ -145,7 +145,7 @@ def _curve(table: ClusterTable, known: list[str]) -> Curve:
         sizes=table.amounts(q.SIZE),
         seconds=table.amounts(q.TIME),
         spreads=table.amounts(q.SPREAD),
-        source=table.text(SOURCE, ""),
+        source=table.text(SOURCE, "", lines=True),
     )
 
 
@@ -157,7 +157,7 @@ def _waits(table: ClusterTable, known: list[str]) -> Waits:
         groups=table.whole("groups", 1),
         computing=table.amounts(q.COMPUTING),
         seconds=table.amounts(q.TIME),
-        source=table.text(SOURCE, ""),
+        source=table.text(SOURCE, "", lines=True),
     )
 
 

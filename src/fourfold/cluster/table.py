@@ -23,6 +23,7 @@ from fourfold.table import Table
 SOURCE = "source"
 MOST_BYTES = 2**20  # of a file; a calibration of 16 ranks has 50 KiB
 DOTS_IN_A_LINE, DOTS = 1_000, 65_536
+LONGEST_REASON = 300  # characters of what Python's reader says, which repeats keys
 POINTS = 1_000  # of a curve
 TINIEST, LARGEST = 1e-15, 1e24  # SI; beyond them times would be infinite or zero
 
@@ -58,8 +59,8 @@ class ClusterTable(Table):
 
     def sources(self) -> Sources:
         end = f"_{SOURCE}"
-        single = tuple(sorted((key.removesuffix(end), self.text(key)) for key in self.data if key.endswith(end)))
-        return Sources(whole=self.text(SOURCE, ""), single=single)
+        single = tuple(sorted((key.removesuffix(end), self.text(key, lines=True)) for key in self.data if key.endswith(end)))
+        return Sources(whole=self.text(SOURCE, "", lines=True), single=single)
 
     def _listed(self, key: str, found: Any) -> str:
         return f"must be written as [[{key}]]"
@@ -103,7 +104,7 @@ def read_table(path: Path) -> ClusterTable:
     except RecursionError:
         raise InvalidInput(f"{path}: is no TOML that a cluster needs: its values nest too deep") from None
     except ValueError as error:  # TOML's own errors, and numbers with thousands of digits
-        raise InvalidInput(f"{path}: is no TOML: {error}") from None
+        raise InvalidInput(f"{path}: is no TOML: {str(error)[:LONGEST_REASON]}") from None
 
 
 def _check_dots(text: str) -> None:

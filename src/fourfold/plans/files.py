@@ -23,7 +23,9 @@ MOST_STAGES = 2_000
 MOST_TURNS = 2**18  # of a schedule: stages times (micro-batches + stages); a second to write down
 MOST_AXES = 16
 MOST_RULES, MOST_WILD = 20_000, 200  # those with wildcards are tried on every op
-MOST_PASSES = 10_000
+MOST_SEGMENTS = 10_000
+MOST_PASSES = 256  # all together; each is lowered by itself
+MOST_PASSED = 2**20  # examples of a batch that are dealt out to passes
 OP = 1_000  # characters of an op's path, or of a pattern
 KEYS = (
     "version", "model", "strategy", "graph", "batch", "mesh", "stages", "microbatches", "schedule", "recompute", "zero",
@@ -115,11 +117,11 @@ def _plan(table: Table) -> Plan:
         model=table.text("model", ""),
         inputs=_named(table.table("inputs"), MOST_AXES),
         splits=_splits(table),
-        passes=tuple(_run(entry) for entry in table.tables("passes", most=MOST_PASSES)),
+        passes=_passes(table),
         stages=stages,
         microbatches=microbatches,
         schedule=table.text("schedule", "1f1b-sno", most=NAME),
-        recompute=tuple(_segment(entry) for entry in table.tables("recompute", most=MOST_PASSES)),
+        recompute=tuple(_segment(entry) for entry in table.tables("recompute", most=MOST_SEGMENTS)),
         zero=table.whole("zero", 0, least=0),
         notes=table.texts("notes"),
         signature=_signature(table.table("signature")),
@@ -159,9 +161,18 @@ def _splits(table: Table) -> tuple[tuple[str, Mapping[str, str]], ...]:
     return found
 
 
+def _passes(table: Table) -> tuple[Passes, ...]:
+    found = tuple(_run(entry) for entry in table.tables("passes", most=MOST_PASSES))
+    if (count := sum(run.count for run in found)) > MOST_PASSES:
+        table.fail("passes", f"are {count:,} all together, at most {MOST_PASSES} are read")
+    if found and (batch := table.whole("batch")) > MOST_PASSED:
+        table.fail("batch", f"is {batch:,}, with passes it may be {MOST_PASSED:,} at most")
+    return found
+
+
 def _run(table: Table) -> Passes:
     table.check(("first", "last", "count", "axis"))
-    count = table.whole("count", least=0, most=MOST_PASSES)
+    count = table.whole("count", least=0)
     first, last = table.text("first", most=OP), table.text("last", most=OP)
     return Passes(first=first, last=last, count=count, axis=table.text("axis", most=NAME))
 
