@@ -17,10 +17,10 @@ from fourfold.plans.plan import WILD, Passes, Plan, Segment, Stage
 from fourfold.table import NAME, Table
 
 VERSION = 1
-MOST_RANKS = 2**17  # more than the largest machines have
+MOST_RANKS = 2**16  # more than any model was trained on
 MOST_BATCH = 2**40  # as far as models are captured
 MOST_STAGES = 2_000
-MOST_TURNS = 2**18  # of a schedule: stages times (micro-batches + stages); a second to write down
+MOST_TURNS = 2**16  # of a schedule, stages times (micro-batches + stages), as 64 stages and 960 micro-batches
 MOST_AXES = 16
 MOST_RULES, MOST_WILD = 20_000, 200  # those with wildcards are tried on every op
 MOST_SEGMENTS = 10_000
