@@ -159,6 +159,9 @@ def test_devices_and_pipes_are_written_to_directly(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     script = "from pathlib import Path; from fourfold.files import write_file; write_file(Path('/dev/stdout'), 'hello')"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout == b"hello"
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, "-c", f"{script}; print(' there')"], stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "hello there\n" and alone(tmp_path / "out")
 
 
 def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path) -> None:
@@ -177,6 +180,7 @@ def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("NaN", "NaN is no number"),
+        ("[-0]", "-0 is no whole number"),
         ("[-Infinity]", "-Infinity is no number"),
         ("1e999", "the number 1e999 is too large"),
         ("1" + "0" * 400, r"the number 10000000000000000000\.\.\. does not fit 64 bits"),

@@ -66,7 +66,7 @@ def write_file(path: Path, data: str | bytes) -> None:
     content = data.encode() if isinstance(data, str) else data
     try:
         if _is_special(path):
-            path.write_bytes(content)
+            _write_directly(path, content)
         else:
             _replace(Path(os.path.realpath(path)), content)
     except OSError as error:
@@ -80,6 +80,21 @@ def _is_special(path: Path) -> bool:
     with suppress(FileNotFoundError):
         return not stat.S_ISREG(path.stat().st_mode)
     return False
+
+
+def _write_directly(path: Path, content: bytes) -> None:
+    """Through stdout or stderr itself, where that is meant: what else is printed there comes after it, not over it."""
+    with open(_descriptor(path.stat()) or path, "wb") as file:
+        file.write(content)
+
+
+def _descriptor(there: os.stat_result) -> int | None:
+    """A new descriptor of stdout or stderr, if the file is what they write to."""
+    for number in (1, 2):
+        with suppress(OSError):  # a closed one
+            if os.path.samestat(there, os.fstat(number)):
+                return os.dup(number)
+    return None
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -147,6 +162,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is no whole number")
     if len(text) > 20 or abs(int(text)) > LARGEST_WHOLE:
         raise ValueError(f"the number {text[:20]}{'...' if len(text) > 20 else ''} does not fit 64 bits")
     return int(text)

@@ -59,8 +59,10 @@ def read_cached(path: Path, version: int) -> dict[str, Any] | None:
 
 
 def write_cached(path: Path, version: int, content: Mapping[str, Any]) -> None:
-    """Write a cache file, with its version and the hash of its content."""
-    write_below(path, json_text({"version": version, "hash": content_hash(content), **content}))
+    """Write a cache file, with its version and the hash of its content; not one that is too large to be read."""
+    text = json_text({"version": version, "hash": content_hash(content), **content})
+    if len(text) <= MOST_CACHED:
+        write_below(path, text)
 
 
 def write_below(path: Path, text: str) -> None:

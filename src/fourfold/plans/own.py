@@ -239,8 +239,8 @@ def _joined(mesh: Mesh, parts: tuple[Own, ...]) -> Own:
             pieces += 0 if inner.is_whole else len(members) * len(inner.spans)
             if pieces > MOST_PIECES:
                 sizes = " x ".join(str(own.size) for own in parts)
-                raise Infeasible(f"a dim of {sizes} merged would lie in more than {MOST_PIECES:,} pieces on the ranks of {mesh}; "
-                                 "use a smaller batch, or split by another dim")  # fmt: skip
+                where = f"in more than {MOST_PIECES:,} pieces on the ranks of {mesh}"
+                raise Infeasible(f"a dim of {sizes} merged would lie {where}; use a smaller batch, or split by another dim")
             members = members.product(inner)
         sets.append(members)
     return Own(axes, extents, tuple(sets))
