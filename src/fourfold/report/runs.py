@@ -96,7 +96,8 @@ def _flag(table: Table, key: str) -> bool:
     return table.flag(key)
 
 
-def _seconds(table: Table, key: str) -> float:
+def _amount(table: Table, key: str) -> float:
+    """Seconds, bytes, an error, a share: a number that is not negative."""
     return table.number(key, least=0)
 
 
@@ -137,26 +138,25 @@ def _plan(table: Table, key: str) -> None:
     table.table(key)  # whoever runs it reads it as a plan
 
 
-_error = _or_null(_seconds)
-_bytes = _or_null(_seconds)
+_known = _or_null(_amount)  # null: there is none, or it is no number
 CHECK: Mapping[str, Reader] = {
-    "tensor": _text, "what": _name, "step": _count(MOST_STEPS), "error": _error, "limit": _error, "holds": _flag,
+    "tensor": _text, "what": _name, "step": _count(MOST_STEPS), "error": _known, "limit": _known, "holds": _flag,
 }  # fmt: skip
 BOTH: Mapping[str, Reader] = {
     "version": _count(VERSION), "model": _text, "graph": _name, "strategy": _name, "ranks": _count(MOST_RANKS),
-    "precision": _name, "optimizer": _name, "steps": _count(MOST_STEPS), "predicted_seconds": _or_null(_seconds),
-    "predicted_interval_seconds": _or_null(_numbers(2)), "predicted_peak_bytes": _bytes,
+    "precision": _name, "optimizer": _name, "steps": _count(MOST_STEPS), "predicted_seconds": _known,
+    "predicted_interval_seconds": _or_null(_numbers(2)), "predicted_peak_bytes": _known,
     "waiting": _or_null(_numbers(MOST_RANKS)),
 }  # fmt: skip
 TRAIN: Mapping[str, Reader] = {
-    **BOTH, "batch": _count(MOST_BATCH), "losses": _numbers(MOST_STEPS), "step_seconds": _seconds,
-    "samples_per_second": _seconds, "peak_bytes": lambda table, key: table.wholes(key, count=MOST_RANKS),
+    **BOTH, "batch": _count(MOST_BATCH), "losses": _numbers(MOST_STEPS), "step_seconds": _amount,
+    "samples_per_second": _amount, "peak_bytes": lambda table, key: table.wholes(key, count=MOST_RANKS),
     "trace": _or_null(_text),
 }  # fmt: skip
 VERIFY: Mapping[str, Reader] = {
-    **BOTH, "plan": _plan, "equal": _flag, "loss_error": _error, "gradient_error": _error, "parameter_error": _error,
-    "output_error": _error, "noise_floor": _error, "worst": _check, "reference": _text, "plain_rule": _flag, "checks": _checks,
-    "split_flops_fraction": _seconds, "ops_replicated": _texts, "replicated_bytes": _seconds, "measured_seconds": _seconds,
-    "measured_peak_bytes": _bytes,
+    **BOTH, "plan": _plan, "equal": _flag, "loss_error": _known, "gradient_error": _known, "parameter_error": _known,
+    "output_error": _known, "noise_floor": _known, "worst": _check, "reference": _text, "plain_rule": _flag, "checks": _checks,
+    "split_flops_fraction": _amount, "ops_replicated": _texts, "replicated_bytes": _amount, "measured_seconds": _amount,
+    "measured_peak_bytes": _known,
 }  # fmt: skip
 """What `train_record` and `verify_record` write, key by key."""
