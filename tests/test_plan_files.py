@@ -163,6 +163,14 @@ def test_passes_that_do_not_lie_in_the_graph_are_refused() -> None:
         lower(graph_of(VGG), unknown)
 
 
+def test_passes_over_a_batch_beyond_bounds_are_refused_before_it_is_dealt_out() -> None:
+    first = next(op.path for op in graph_of(VGG).ops if op.module == "classifier.0")
+    run = Passes(first=first, last=first, count=2, axis="model")
+    plan = replace(by_hand(inputs={"model": "batch"}, passes=(run,)), batch=2**40)
+    with pytest.raises(Infeasible, match=r"deal out 1,099,511,627,776 examples one by one, at most 1,048,576 can be"):
+        lower(graph_of(VGG), plan)
+
+
 @pytest.mark.parametrize(("count", "axis"), [(0, "model"), ("2", "model"), (2, "data")])
 def test_passes_without_a_count_or_an_axis_of_the_mesh_are_refused(count: Any, axis: str) -> None:
     with pytest.raises(

@@ -25,7 +25,6 @@ MOST_AXES = 16
 MOST_RULES, MOST_WILD = 20_000, 200  # those with wildcards are tried on every op
 MOST_SEGMENTS = 10_000
 MOST_PASSES = 256  # all together; each is lowered by itself
-MOST_PASSED = 2**20  # examples of a batch that are dealt out to passes
 OP = 1_000  # characters of an op's path, or of a pattern
 KEYS = (
     "version", "model", "strategy", "graph", "batch", "mesh", "stages", "microbatches", "schedule", "recompute", "zero",
@@ -165,8 +164,6 @@ def _passes(table: Table) -> tuple[Passes, ...]:
     found = tuple(_run(entry) for entry in table.tables("passes", most=MOST_PASSES))
     if (count := sum(run.count for run in found)) > MOST_PASSES:
         table.fail("passes", f"are {count:,} all together, at most {MOST_PASSES} are read")
-    if found and (batch := table.whole("batch")) > MOST_PASSED:
-        table.fail("batch", f"is {batch:,}, with passes it may be {MOST_PASSED:,} at most")
     return found
 
 
