@@ -21,7 +21,7 @@ from fourfold.plans import Plan, Program, lower, named
 from fourfold.runtime.compare import worst_error
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.train import Trainer
-from fourfold.runtime.trial import Task, Trial, run_task
+from fourfold.runtime.trial import Task, Trial, load_trial, run_task
 from ranks import pool
 
 torch.set_num_threads(1)  # as the ranks have; on busy cores small kernels only wait for more
@@ -71,7 +71,7 @@ class Subject:
         """Run a plan on local ranks (by default the session's); the worst error of each kind against one rank, in float64."""
         result = str(Path(self.task.data).with_name("got.pt"))
         (ranks or pool(plan.size))(run, replace(self.task, plan=plan, result=result))
-        got: Trial = torch.load(result, weights_only=False)
+        got = load_trial(result)
         reference = self.reference
         losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, reference.losses, strict=True))
         return {
@@ -89,7 +89,7 @@ def subject(graph: Graph, start: dict[str, Tensor], inputs: list[Tensor], batch:
     torch.save({"state": start, "inputs": inputs}, data)
     task = Task(graph=graph, plan=named("data", graph, ranks=1, batch=batch), data=data, result=result, steps=2)
     run_task(task)
-    return Subject(task=task, start=start, reference=torch.load(result, weights_only=False))
+    return Subject(task=task, start=start, reference=load_trial(result))
 
 
 @cache

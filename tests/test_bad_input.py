@@ -335,8 +335,8 @@ def test_a_plan_for_another_model_is_refused(refused: Callable[..., str], plan_f
         ({"splits": [{"op": "classifier.9*", "model": "filter"}]}, "no op matches 'classifier.9*'"),
         ({"splits": [{"op": "features.0", "model": "domain:7"}]}, "cannot be split by domain:7"),
         ({"splits": [{"op": "features.0", "model": "filter", "data": "filter"}], "mesh": {"data": 8, "model": 1}}, "8 ranks"),
-        ({"splits": "all"}, "not a plan"),
-        ({"batch": "many"}, "not a plan"),
+        ({"splits": "all"}, "plan.json: splits: is 'all', a list of objects is needed"),
+        ({"batch": "many"}, "plan.json: batch: is 'many', a whole number is needed"),
     ],
 )
 def test_a_plan_file_is_checked(
@@ -370,8 +370,8 @@ FIRST, SECOND = "features.0.conv2d", "features.17.conv2d_7"
         ({"stages": [stage(FIRST, 0, 1), stage("features.17.conv", 2, 3)]}, "which is no op; did you mean"),
         ({"stages": [stage(FIRST, 0), stage(SECOND, 1), stage("features.7.conv2d_3", 2)]}, "must begin after the one before"),
         ({"stages": [stage(FIRST, 0, 1)] * 2}, "2 stages given; use 1 stages or the schedule interleaved"),
-        ({"stages": "two"}, "not a plan"),
-        ({"stages": [{"first": FIRST}]}, "not a plan: KeyError 'ranks'"),
+        ({"stages": "two"}, "plan.json: stages: is 'two', a list of objects is needed"),
+        ({"stages": [{"first": FIRST}]}, "plan.json: stages 1: ranks: is missing"),
         ({"microbatches": 0}, "0 micro-batches of a batch of 4; use between 1 and 4"),
         ({"schedule": "1f1b-os"}, "unknown schedule '1f1b-os'; did you mean"),
         ({"zero": 2}, "zero is 2; use 0, 1 (optimizer state divided) or 3 (weights too)"),

@@ -14,6 +14,7 @@ from fourfold.cli.door import run
 from fourfold.models.material import materialise
 from fourfold.models.spec import build
 from fourfold.plans import load_plan
+from fourfold.report.runs import read_run
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 FACTORIES = '''
@@ -163,6 +164,9 @@ def test_verify_and_train_follow_one_plan(record: Callable[..., dict[str, Any]],
     near = pytest.approx(found["measured_peak_bytes"], rel=0.05)  # buffers of exchanges come and go as the ranks meet
     assert max(trained["peak_bytes"]) == near
     assert trained["waiting"] is None
+    for written in (found, trained):  # both are records that `report` reads, for this plan
+        (tmp_path / "run.json").write_text(json.dumps(written))
+        assert read_run(tmp_path / "run.json", of=load_plan(file)).predicted == written["predicted_seconds"]
     alone = record("train", SMALL, "--strategy", "data", "--ranks", "1", "--steps", "2", "--precision", "fp64")
     assert trained["losses"] == pytest.approx(alone["losses"], rel=1e-12)
 

@@ -33,6 +33,16 @@ def around(limit: float = 60.0) -> Grid:
     return grid(ranking(), lambda count: cluster_named(CLUSTER, devices=count), limit=limit)
 
 
+def trained(graph: str = "") -> dict[str, Any]:
+    """What `train --record` writes."""
+    return {
+        "version": 1, "model": "gnmt", "graph": graph, "strategy": "data", "ranks": 4, "batch": 8, "precision": "fp32",
+        "optimizer": "sgd", "steps": 2, "losses": [2.0, None], "step_seconds": 0.2, "samples_per_second": 40.0,
+        "predicted_seconds": 0.19, "predicted_interval_seconds": [0.1, 0.3], "predicted_peak_bytes": 100,
+        "peak_bytes": [90, 95], "trace": None, "waiting": None,
+    }  # fmt: skip
+
+
 def data_of(text: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
@@ -53,9 +63,10 @@ def test_a_page_needs_nothing_from_outside() -> None:
 
 
 def test_names_cannot_break_out_of_the_page() -> None:
-    text = assembled({"model": "</script><script>alert(1)</script>"})
-    assert text.count("<script") == 2 + 1  # its own two, and the harmless one inside the data
-    assert data_of(text)["model"] == "</script><script>alert(1)</script>"
+    for note in ("</script><script>alert(1)</script>", "<!--<script>", "]]><!--", "<svg/onload=alert(1)>"):
+        text = assembled({"model": note, "notes": [note]})
+        assert text.count("<script") == 2 and "<!--" not in text, "its own two scripts, and no comment that hides the end"
+        assert data_of(text) == {"model": note, "notes": [note]}
 
 
 def test_plans_are_told_as_the_ranking_has_them() -> None:
@@ -98,8 +109,7 @@ def test_the_commands_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[
     asked = ["plan", "alexnet", "--cluster", "ethernet-1g", "--devices", "4", "--batch", "64", "-o", str(file)]
     assert run([*asked, "--report", str(first), "--what-if", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"] == str(first)
-    record = {"strategy": "data", "ranks": 4, "step_seconds": 0.2, "predicted_seconds": 0.19, "losses": [2.0, 1.0]}
-    ran.write_text(json.dumps(record))
+    ran.write_text(json.dumps(trained(graph=json.loads(file.read_text())["graph"])))
     assert run(["report", str(file), str(ran), "-o", str(second), "--what-if", "0"]) == 0
     assert data_of(first.read_text())["runs"] == []
     told = data_of(second.read_text())
@@ -107,7 +117,21 @@ def test_the_commands_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [("{", "is no JSON"), ('{"a": 1}', "is no record of a run"), (None, "cannot read")]
+    ("content", "word"),
+    [
+        ("{", "is no JSON"),
+        ('{"a": 1}', "is no record of a run"),
+        (None, "cannot read"),
+        (json.dumps({k: v for k, v in trained().items() if k != "version"}), "has no version: an earlier Fourfold wrote it"),
+        (json.dumps({**trained(), "version": 2}), "record version 2, this Fourfold reads 1; run it again"),
+        (json.dumps({**trained(), "lossses": []}), "lossses: is no key here; did you mean 'losses'?"),
+        (json.dumps({**trained(), "ranks": 2.0}), "ranks: is 2.0, a whole number is needed"),
+        (json.dumps({**trained(), "ranks": True}), "ranks: is true, a whole number is needed"),
+        (json.dumps({**trained(), "step_seconds": -1}), "step_seconds: is -1, it must be at least 0"),
+        (json.dumps({**trained(), "losses": [1.0, "2"]}), "losses 2: is '2', a number is needed"),
+        (json.dumps({**trained(), "step_seconds": float("nan")}), "NaN is no number"),
+        (json.dumps(trained(graph="0" * 16)), "is a run of gnmt (graph 0000000000000000), the plan is for alexnet (graph "),
+    ],
 )
 def test_a_broken_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, word: str) -> None:
     file, ran = tmp_path / "plan.json", tmp_path / "run.json"

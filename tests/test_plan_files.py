@@ -11,7 +11,8 @@ import pytest
 
 from fourfold.errors import Infeasible, InvalidInput, StalePlan
 from fourfold.plans import Mesh, Plan, load_plan, lower, named, save_plan
-from fourfold.plans.plan import VERSION, Passes, matches
+from fourfold.plans.files import VERSION, plan_data
+from fourfold.plans.plan import Passes, matches
 from small import assert_equal, batch_of, built_in, graph_of
 
 VGG = "vgg16-cifar"
@@ -30,14 +31,14 @@ def test_every_named_plan_survives_its_file(strategy: str, tmp_path: Path) -> No
 
 def test_a_plan_inside_an_answer_of_the_command_line_is_found(tmp_path: Path) -> None:
     plan = by_hand(inputs={"model": "batch"})
-    (tmp_path / "answer.json").write_text(json.dumps({"model": VGG, "plan": plan.to_json()}))
+    (tmp_path / "answer.json").write_text(json.dumps({"model": VGG, "plan": plan_data(plan)}))
     assert load_plan(tmp_path / "answer.json") == plan
 
 
-def test_a_file_of_another_version_is_refused_with_both_numbers() -> None:
-    data = {**by_hand().to_json(), "version": VERSION + 1}
+def test_a_file_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({**plan_data(by_hand()), "version": VERSION + 1}))
     with pytest.raises(InvalidInput, match=rf"version {VERSION + 1}, this Fourfold reads {VERSION}"):
-        Plan.from_json(data)
+        load_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,53 @@ def test_a_corrupted_file_is_refused_in_one_line(broken: str, tmp_path: Path) ->
     with pytest.raises(InvalidInput) as refusal:
         load_plan(tmp_path / "plan.json")
     assert "\n" not in str(refusal.value)
+
+
+PLAIN = {"version": 1, "graph": "x", "batch": 4, "mesh": {"a": 2}}
+STAGE = {"first": "", "ranks": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bach": 4}, "bach: is no key here; did you mean 'batch'?"),
+        ({"stages": [{**STAGE, "rank": [0]}]}, "stages 1: rank: is no key here; did you mean 'ranks'?"),
+        ({"passes": [{"first": "", "last": "", "count": 1, "axis": "a", "n": 1}]}, "passes 1: n: is no key here"),
+        ({"made_for": {"clusters": "abci"}}, "made_for: clusters: is no key here; did you mean 'cluster'?"),
+        ({"signature": {"inputs": []}}, "signature: has inputs alone; it needs inputs and targets"),
+        ({"signature": {"inputs": [["x", [2], "load"]], "targets": []}}, "signature.inputs: dtype: is 'load', it must be"),
+        ({"batch": 4.0}, "batch: is 4.0, a whole number is needed"),
+        ({"batch": "4"}, "batch: is '4', a whole number is needed"),
+        ({"batch": True}, "batch: is true, a whole number is needed"),
+        ({"batch": None}, "batch: is null, a whole number is needed"),
+        ({"version": True}, "version: is true, a whole number is needed"),
+        ({"mesh": {"a": 2.0}}, "mesh: a: is 2.0, a whole number is needed"),
+        ({"mesh": {"op": 2}}, "mesh: has an axis 'op'"),
+        ({"mesh": {"a": 2**10, "b": 2**10}}, "mesh: a=1024 x b=1024 has 1,048,576 ranks, at most 65,536 are read"),
+        ({"mesh": {f"a{i}": 1 for i in range(17)}}, "has 17 entries, at most 16 are read"),
+        ({"stages": [{**STAGE, "ranks": [0, -1]}]}, "stages 1: ranks: is -1, it must be at least 0"),
+        ({"stages": [{**STAGE, "ranks": [0, 1.0]}]}, "stages 1: ranks: is 1.0, a whole number is needed"),
+        ({"batch": 2**30, "microbatches": 2**30}, "that is a schedule of 1,073,741,824 turns; at most 65,536 are read"),
+        ({"splits": [{"op": f"{i}*", "a": "batch"} for i in range(201)]}, "201 patterns with wildcards, at most 200 are read"),
+        ({"passes": [{"first": "", "last": "", "count": 10**6, "axis": "a"}]}, "passes: are 1,000,000 all together"),
+        ({"strategy": "a\0b"}, "strategy: has the character U+0000, which no text may have"),
+        ({"model": "\ud800"}, "model: has the character U+D800, which no text may have"),
+        ({"notes": ["\x1b[2J"]}, "notes: has the character U+001B"),
+        ({"strategy": "x" * 10**6}, "strategy: is a text of 1,000,000 characters, at most 200 are read"),
+        ({"x" * 10**6: 1}, "(1,000,000 characters): is no key here"),
+        ({"graph": 16}, "graph: is 16, a text is needed"),
+        ({"inputs": {"a": ["batch"]}}, "inputs: a: is a list, a text is needed"),
+        ({"splits": [{"a": "batch"}]}, "splits 1: op: is missing"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_file_is_read_strictly(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**PLAIN, **fields}))
+    with pytest.raises(InvalidInput) as refusal:
+        load_plan(path)
+    line = str(refusal.value)
+    assert line.startswith(f"{path}: ") and words in line and "\n" not in line and len(line) < 1000
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -113,6 +161,14 @@ def test_passes_that_do_not_lie_in_the_graph_are_refused() -> None:
     unknown = replace(plan, passes=(Passes(first="nowhere", last=first, count=2, axis="model"),))
     with pytest.raises(InvalidInput, match=r"passes begin at 'nowhere', which is no op"):
         lower(graph_of(VGG), unknown)
+
+
+def test_passes_over_a_batch_beyond_bounds_are_refused_before_it_is_dealt_out() -> None:
+    first = next(op.path for op in graph_of(VGG).ops if op.module == "classifier.0")
+    run = Passes(first=first, last=first, count=2, axis="model")
+    plan = replace(by_hand(inputs={"model": "batch"}, passes=(run,)), batch=2**40)
+    with pytest.raises(Infeasible, match=r"deal out 1,099,511,627,776 examples one by one, at most 1,048,576 can be"):
+        lower(graph_of(VGG), plan)
 
 
 @pytest.mark.parametrize(("count", "axis"), [(0, "model"), ("2", "model"), (2, "data")])

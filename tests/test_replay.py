@@ -118,6 +118,15 @@ def test_the_events_are_the_lists_actions() -> None:
         assert found.timeline.actions(rank) == tuple(map(str, made.tasks(rank)))
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_schedule_of_forwards_and_backwards_at_once_is_not_predicted_with_stages_or_without(microbatches: int) -> None:
+    graph, where = graph_of("gpt2"), Prices(cluster=cluster_named("abci", devices=2))
+    for strategy in ("data", "pipeline"):
+        plan = named(strategy, graph, ranks=2, batch=4, options=Options(microbatches=microbatches))
+        with pytest.raises(Infeasible, match=r"schedule fbp-as .* is not predicted yet; choose 1f1b-as"):
+            estimate(pipeline(graph, replace(plan, schedule="fbp-as")), where)
+
+
 def test_a_plan_larger_than_the_cluster_is_refused() -> None:
     with pytest.raises(Infeasible, match="needs 4 devices, cluster 'abci' has 2"):
         estimate(lowered("gpt2", "data", 4), Prices(cluster=cluster_named("abci", devices=2)))

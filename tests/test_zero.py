@@ -32,7 +32,7 @@ from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.ring import Shared
 from fourfold.runtime.rounds import chunks
-from fourfold.runtime.trial import Task, optimizer_named, run_task, runner
+from fourfold.runtime.trial import Task, load_trial, optimizer_named, run_task, runner
 from fourfold.runtime.wired import Wired
 from fourfold.runtime.zero import Weights
 from ranks import between_hosts, pool
@@ -252,7 +252,7 @@ def with_optimizer(optimizer: str) -> Subject:
     result = str(Path(built.task.data).with_name(f"{optimizer}.pt"))
     task = replace(built.task, optimizer=optimizer, result=result)
     run_task(task)
-    return replace(built, task=task, reference=torch.load(result, weights_only=False))
+    return replace(built, task=task, reference=load_trial(result))
 
 
 # --- the memory ---

@@ -2,6 +2,7 @@
 
     Error                  2
     ├── InvalidInput       2   a name, file, argument or factory that cannot be used
+    │   └── Damaged        2   a file that Fourfold keeps for itself and cannot use any more
     ├── Infeasible         2   a plan that cannot be run exactly: a split past its limit, too little memory
     ├── StalePlan          2   a plan made for another graph
     ├── CaptureFailed      2   a model that cannot be exported
@@ -14,6 +15,8 @@ device holds 80.0 GiB; use more stages or recompute". Mistakes of our own are `a
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+LONGEST_NAME = 200  # characters of a name that is compared with others
+
 
 class Error(Exception):
     """The root: its message is one line, fit for a user."""
@@ -23,6 +26,10 @@ class Error(Exception):
 
 class InvalidInput(Error):
     """What the user gave cannot be used."""
+
+
+class Damaged(InvalidInput):
+    """A file of the cache that cannot be used any more, where nothing can take its place at once."""
 
 
 class Infeasible(Error):
@@ -53,6 +60,8 @@ class Notice(UserWarning):
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The end of an "unknown name" message: "; did you mean 'resnet50'?", or nothing if no choice is near."""
+    if len(name) > LONGEST_NAME:  # comparing takes the square of it
+        return ""
     by_folded = {choice.casefold(): choice for choice in choices}
     folded = name.casefold()
     begun = [choice for choice in sorted(by_folded) if folded and choice.startswith(folded)]

@@ -36,6 +36,7 @@ from fourfold.cli.report import report
 from fourfold.cli.reproduce import reproduce
 from fourfold.cli.simulate import simulate
 from fourfold.cli.voice import Voice
+from fourfold.errors import Damaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,7 +178,7 @@ def verify(
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
             _check_capture(team, seen, voice, say, noted=False)
-            said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
+            said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
     if verdict is None:
@@ -231,7 +232,7 @@ def train(
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
             _check_capture(team, seen, voice, say)
-            said = _foretold(team, seen, made, cluster, precision, optimizer, say) if predict else None
+            said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
             say(f"starting {made.size} ranks")
 
             def told(step: int, loss: float, seconds: float) -> None:
@@ -275,7 +276,7 @@ def _check_capture(
 
 
 def _foretold(
-    team: Ranks | Joined, seen: Subject, made: Plan, cluster: str | None, precision: str, optimizer: str,
+    voice: Voice, team: Ranks | Joined, seen: Subject, made: Plan, cluster: str | None, precision: str, optimizer: str,
     say: Callable[[str], None],
 ) -> Prediction | None:  # fmt: skip
     """What the step will take, said before it is run."""
@@ -289,7 +290,11 @@ def _foretold(
     where = cluster_named(cluster, devices=team.count) if cluster is not None else None
     say("timing kernels")
     exact = one_of("precision", precision, PRECISIONS)
-    return foretold(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
+    try:
+        return foretold(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
+    except Damaged as error:  # this machine's own calibration, which only the prediction needs
+        voice.note(f"no prediction is made: {error}")
+        return None
 
 
 def _prepared(

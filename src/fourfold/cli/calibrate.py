@@ -31,7 +31,7 @@ def calibrate(
     """
     voice = Voice(json=as_json)
     with voice.counting("starting the ranks") as told:
-        from fourfold.cluster import save_cluster
+        from fourfold.cluster import save_calibration, save_cluster
         from fourfold.cluster.cache import calibration_file
         from fourfold.cluster.local import usable_cores
         from fourfold.gauge.calibration import calibrated
@@ -57,7 +57,7 @@ def calibrate(
             finally:  # interrupted, too
                 if is_leader() and so_far is not None and so_far.done:
                     cluster = here(so_far.cluster)
-                    save_cluster(cluster, path)
+                    (save_calibration if output is None else save_cluster)(cluster, path)
                     if so_far.kernels:
                         add_kernels(cluster.measured.kernels, so_far.kernels)
             assert so_far is not None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fourfold.oracle.figures import Setting
     from fourfold.plans import Options, Plan
 
+PLANNED = "The plan's MODEL, captured again; by default its graph is looked up in the cache, where `plan -o` left it."
 MODEL = "A built-in name (`fourfold models`), package.module:factory or path/file.py:factory; arguments after commas."
 STRATEGY = "A named strategy, as data, grid:pr=2, splitbrain:k=2 or data+pipeline."
 SCHEDULE = "1f1b-so (the default of pipelines), 1f1b-sno, gpipe or interleaved; only to plan: 1f1b-as, fbp-as."
@@ -30,6 +31,7 @@ ZERO = "1: divide the optimizer's state over ranks that hold the same weights; 3
 CALIBRATED = "The file that `calibrate` wrote for these ranks; by default this machine as it was calibrated."
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
+Planned = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=PLANNED, show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
 Batch = Annotated[int | None, typer.Option("--batch", help="Global batch size; by default the model's own.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of initial weights and made-up data.")]

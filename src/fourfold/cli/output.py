@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import InvalidInput
+from fourfold.files import json_text, write_file
 from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
+    from fourfold.graph import Graph
     from fourfold.oracle.figures import Figures, Setting
     from fourfold.oracle.predict import Prediction
     from fourfold.plans import Plan
@@ -33,12 +35,14 @@ def check_trace(path: Path | None, setting: Setting | None) -> None:
         raise InvalidInput(f"--trace needs a timeline, which {setting.model}'s formulas do not give; leave --cost-model out")
 
 
-def written(write: Callable[[], object], path: Path) -> None:
-    """Write a file by a function, or say in one line why not."""
-    try:
-        write()
-    except OSError as error:
-        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+def write_plan(plan: Plan, graph: Graph, path: Path, *, made_for: Mapping[str, str] | None) -> None:
+    """Write a plan, and keep its graph where `explain` and `report` look for it."""
+    from fourfold.cli.sketch import keep_graph
+    from fourfold.plans import save_plan
+
+    save_plan(plan, path, made_for=made_for)
+    with suppress(InvalidInput):  # a cache that cannot be written to: they ask for the model then
+        keep_graph(graph)
 
 
 def write_record(record: dict[str, Any], path: Path | None) -> None:
@@ -46,7 +50,7 @@ def write_record(record: dict[str, Any], path: Path | None) -> None:
     from fourfold.runtime.crew import is_leader
 
     if path is not None and is_leader():
-        written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
+        write_file(path, json_text(record))
 
 
 def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan, path: Path) -> str | None:
@@ -59,7 +63,7 @@ def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan,
     places = tuple(dict.fromkeys(stage.ranks for stage in plan.parts))
     predicted = foretold.estimate.timeline if foretold is not None else Timeline(())
     record = trace_record(predicted, measured, places=places)
-    written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
+    write_file(path, json_text(record))
     return str(path)
 
 
@@ -70,7 +74,7 @@ def write_trace(figures: Figures | None, path: Path | None) -> str | None:
     if path is None or figures is None or figures.timeline is None:
         return None
     record = trace_record(figures.timeline, places=figures.places)
-    written(lambda: path.write_text(json.dumps(record, allow_nan=False) + "\n", "utf-8"), path)
+    write_file(path, json_text(record))
     return str(path)
 
 
@@ -79,5 +83,4 @@ def draw_step(figures: Figures | None, path: Path | None, title: str) -> None:
     from fourfold.report.figures import timeline_picture
 
     if path is not None and figures is not None and figures.timeline is not None:
-        timeline, places = figures.timeline, figures.places
-        written(lambda: timeline_picture(timeline, path, title=title, places=places), path)
+        timeline_picture(figures.timeline, path, title=title, places=figures.places)

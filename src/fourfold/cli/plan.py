@@ -29,7 +29,7 @@ from fourfold.cli.options import (
     setting,
     settle,
 )
-from fourfold.cli.output import check_place, check_trace, draw_step, write_trace, written
+from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
 from fourfold.cli.report import SECONDS, WhatIf
 from fourfold.cli.search import Search
 from fourfold.cli.voice import Voice
@@ -91,7 +91,7 @@ def plan(
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
         from fourfold.oracle.figures import predicted
-        from fourfold.plans import named, pipeline, save_plan
+        from fourfold.plans import named, pipeline
         from fourfold.plans.schedule import FUSED
         from fourfold.plans.strategies import parse
         from fourfold.report.figures import check_picture
@@ -121,7 +121,7 @@ def plan(
             outlook = Outlook(figures=predicted(told, asked_for), setting=asked_for)
         seconds = time.perf_counter() - begun
         if output is not None:
-            written(lambda: save_plan(made, output, made_for=_made_for(where, precision, optimizer)), output)
+            write_plan(made, seen.graph, output, made_for=_made_for(where, precision, optimizer))
         traced = write_trace(outlook.figures if outlook is not None else None, trace)
         draw_step(outlook.figures if outlook is not None else None, plot, f"{model} by {strategy}")
     file = str(output) if output is not None else None

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fourfold.cli.explain import FILE, judged_for
-from fourfold.cli.options import Cluster, Json, priced, setting, settle
-from fourfold.cli.output import check_place, written
+from fourfold.cli.options import Cluster, Json, Planned, priced, setting, settle
+from fourfold.cli.output import check_place
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
+from fourfold.files import write_file
 
 if TYPE_CHECKING:
     from fourfold.cluster import Cluster as Machines
     from fourfold.oracle.scaling import Row
     from fourfold.planner import Candidate, Ranking
+    from fourfold.report.runs import Run
 
-RUNS = "What `train --json` or `verify --json` printed, in files: predicted against measured."
+RUNS = "What `train --record` or `verify --record` wrote: predicted against measured."
 WHAT_IF = "Seconds for the page's other batches, links and numbers of devices."
 SECONDS = 20.0
 STRATEGIES = 6  # whose scaling is shown
@@ -36,6 +37,7 @@ def report(
     file: Annotated[Path, typer.Argument(metavar="PLAN", help=FILE, show_default=False)],
     runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN...", help=RUNS, show_default=False)] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    model: Planned = None,
     cluster: Cluster = None,
     precision: Annotated[str | None, typer.Option("--precision", help="By default the plan's.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help="By default the plan's.")] = None,
@@ -45,31 +47,30 @@ def report(
     """A page about a plan: its rivals, layers, memory, one step in time, scaling, what-ifs, and runs beside predictions."""
     voice = Voice(json=as_json)
     with voice.counting(f"reading {file}") as told:
-        from fourfold.cli.sketch import sketch
+        from fourfold.cli.sketch import workload
         from fourfold.planner import Task, search
         from fourfold.planner.search import replayed
-        from fourfold.plans import load_plan
+        from fourfold.plans.files import read_plan
+        from fourfold.report.runs import read_run
 
         check_place(output)
-        plan = load_plan(file)
-        made = judged_for(file, plan, cluster, precision, optimizer)
-        measured = [_run(path) for path in runs or ()]
-        told(f"capturing {plan.model}", 0, 1)
-        seen = sketch(plan.model, batch=plan.batch)
-        plan.check(seen.graph)
+        plan, made_for = read_plan(file)
+        made = judged_for(file, made_for, cluster, precision, optimizer)
+        measured = [read_run(path, of=plan) for path in runs or ()]
+        graph, name = workload(file, plan, model)
         asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
         settle()
-        task = Task(graph=priced(seen.graph, asked_for), batch=plan.batch, setting=asked_for)
+        task = Task(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
         ranking = search(task, lambda words: told(words, 0, 1))
         mine = replayed(task, plan)
-        write_page(output, ranking, model=plan.model, cluster=made["cluster"], chosen=mine, runs=measured, limit=what_if,
+        write_page(output, ranking, model=name, cluster=made["cluster"], chosen=mine, runs=measured, limit=what_if,
                    told=told)  # fmt: skip
-    voice.answer({"model": plan.model, "file": str(output)}, lambda: f"written to {output}")
+    voice.answer({"model": name, "file": str(output)}, lambda: f"written to {output}")
 
 
 def write_page(
     path: Path, ranking: Ranking, *, model: str, cluster: str, chosen: Candidate | None = None,
-    runs: Sequence[dict[str, Any]] = (), limit: float, told: Told,
+    runs: Sequence[Run] = (), limit: float, told: Told,
 ) -> None:  # fmt: skip
     """Work out what the page shows besides the ranking, half of the time for each, and write it."""
     from fourfold.planner.grid import grid
@@ -82,7 +83,7 @@ def write_page(
     around = grid(ranking, sized, limit=limit / 2, say=told)
     rows = _scaling(ranking, sized, limit / 2, told)
     text = page(ranking, model=model, chosen=chosen, grid=around, scaling=rows, runs=runs)
-    written(lambda: path.write_text(text, "utf-8"), path)
+    write_file(path, text)
 
 
 def _sized(cluster: str, guessed: bool, devices: int) -> Machines:
@@ -122,16 +123,3 @@ def _scaling(ranking: Ranking, sized: Callable[[int], Machines], limit: float, t
         rows.append(study.row(name, count))
     known = max((c.estimate.measured_share for c in ranking.candidates[:1]), default=0.0)
     return [row for row in rows if row.figures is None or row.figures.known_from.get("measured", 0.0) >= ALIKE * known]
-
-
-def _run(path: Path) -> dict[str, Any]:
-    """A run's record, or one line about what is wrong with the file."""
-    try:
-        record = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
-        raise InvalidInput(f"{path} is no JSON; write it with `fourfold train ... --json > {path}`") from None
-    if not isinstance(record, dict) or "predicted_seconds" not in record:
-        raise InvalidInput(f"{path} is no record of a run; write it with `fourfold train ... --json > {path}`")
-    return record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +9,9 @@ from typing import Annotated
 import typer
 
 from fourfold.cli.options import Json, one_of
-from fourfold.cli.output import check_place, written
+from fourfold.cli.output import check_place
 from fourfold.cli.voice import Voice
+from fourfold.files import json_text, write_file
 
 PAPERS = ("splitbrain", "integrated", "bapipe", "paradl")
 RUNS = "Whether to run what needs ranks: some minutes, and root for slow links."
@@ -33,9 +33,8 @@ def reproduce(
         page = output or Path(f"{name}.html")
         check_place(page)
         found: Reproduction = import_module(f"fourfold.reproduce.{name}").reproduced(told, runs=runs)
-        written(lambda: page.write_text(reproduction_page(found), "utf-8"), page)
+        write_file(page, reproduction_page(found))
         record = {**found.record(), "file": str(page)}
-        beside = page.with_suffix(".json")
-        written(lambda: beside.write_text(json.dumps(record, indent=1) + "\n", "utf-8"), beside)
+        write_file(page.with_suffix(".json"), json_text(record, indent=1))
     voice.answer(record, lambda: reproduction_text(found, file=str(page)))
     return 0 if found.holds else 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.cli.options import priced, setting, settle
-from fourfold.cli.output import check_place, check_trace, draw_step, write_trace, written
+from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
 from fourfold.cli.report import write_page
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
@@ -44,7 +44,6 @@ class Search:
             from fourfold.cli.sketch import sketch
             from fourfold.oracle.figures import figures_of
             from fourfold.planner import Task, search
-            from fourfold.plans import save_plan
             from fourfold.report.figures import check_picture
             from fourfold.report.ranking import ranking_record, ranking_text
             from fourfold.runtime.crew import is_leader
@@ -71,8 +70,7 @@ class Search:
             best = found.best
             if self.output is not None and best is not None and is_leader():
                 made_for = {"cluster": self.cluster, "precision": self.precision, "optimizer": self.optimizer}
-                path, plan = self.output, seen.adopted(best.plan)
-                written(lambda: save_plan(plan, path, made_for=made_for), path)
+                write_plan(seen.adopted(best.plan), seen.graph, self.output, made_for=made_for)
             traced = write_trace(figures_of(best.prediction), self.trace) if best is not None else None
             if best is not None:
                 draw_step(figures_of(best.prediction), self.plot, f"{self.model} by {best.plan.strategy}")

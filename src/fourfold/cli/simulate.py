@@ -27,7 +27,7 @@ from fourfold.cli.options import (
     setting,
     settle,
 )
-from fourfold.cli.output import check_place, check_trace, write_trace, written
+from fourfold.cli.output import check_place, check_trace, write_trace
 from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
@@ -93,8 +93,7 @@ def simulate(
             rows.append(study.row(name, count))
         file = write_trace(rows[0].figures, trace)
         if plot is not None:
-            title = f"{model} on {cluster}"
-            written(lambda: scaling_picture(rows, plot, title=title, weak=weak), plot)
+            scaling_picture(rows, plot, title=f"{model} on {cluster}", weak=weak)
     last = settings[counts[-1]]
     record = scaling_record(study, rows, last, model=model, trace=file)
     voice.answer(record, lambda: scaling_text(study, rows, last, model=model, trace=file))

@@ -43,9 +43,9 @@ class Voice:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """A line that people should see beside the result, with --json too."""
+        """A line that people should see beside the result, on stderr, with --json too."""
         if not self.silent:
-            print(f"fourfold: {text}", file=sys.stderr)
+            print(f"fourfold: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def counting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:

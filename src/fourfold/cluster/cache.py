@@ -1,19 +1,26 @@
-"""Where measurements of this machine are kept between runs: calibrations, and tables of kernel times.
+"""Where measurements of this machine and captured graphs are kept between runs.
 
 The folder is FOURFOLD_CACHE if that is set, else `fourfold` in the user's cache. Everything in it can be deleted: it is then
-measured again.
+measured or captured again. Its files are data with a format version and a content hash; where either is off they count as
+missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import InvalidInput
+from fourfold.files import json_text, parsed_json, read_text, write_file
+
+MOST_CACHED = 64 * 2**20  # bytes of a cache file: graphs hold the bytes of their constants
+MOST_CACHED_BRACKETS = 4_000_000
 
 
 def cache_folder() -> Path:
@@ -39,29 +46,39 @@ def pace_file(name: str) -> Path:
     return cache_folder() / "paces" / f"{_slug(name)}.json"
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader, or an interruption, never meets half of it."""
+def read_cached(path: Path, version: int) -> dict[str, Any] | None:
+    """What a cache file holds; None if there is none, or if its version or its content hash is off. A cache that cannot be used
+    is no mistake of the user's: what it held is measured or captured again."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_bytes(data.encode() if isinstance(data, str) else data)
-        os.replace(beside, path)
-    except OSError as error:
-        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of the cache; empty if there is no such file."""
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path}: cannot be read: {error}; delete it, it will be measured again") from None
-    if not isinstance(data, dict):
-        raise InvalidInput(f"{path}: is no JSON object; delete it, it will be measured again")
+        data = parsed_json(read_text(path, most=MOST_CACHED), brackets=MOST_CACHED_BRACKETS)
+    except (OSError, InvalidInput, ValueError):
+        return None
+    if not isinstance(data, dict) or data.pop("version", None) != version or data.pop("hash", None) != content_hash(data):
+        return None
     return data
 
 
+def write_cached(path: Path, version: int, content: Mapping[str, Any]) -> None:
+    """Write a cache file, with its version and the hash of its content; not one that is too large to be read."""
+    text = json_text({"version": version, "hash": content_hash(content), **content})
+    if len(text) <= MOST_CACHED:
+        write_below(path, text)
+
+
+def write_below(path: Path, text: str) -> None:
+    """Write a file of the cache; its folders are made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+    write_file(path, text)
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """The same for the same content, however it is laid out in its file."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def _slug(text: str) -> str:
+    """A text as the name of a file."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cluster.cache import calibration_file
-from fourfold.cluster.files import load_cluster
+from fourfold.cluster.files import load_calibration, load_cluster
 from fourfold.cluster.local import local, usable_cores
 from fourfold.cluster.spec import Cluster
 from fourfold.errors import InvalidInput, nearest
@@ -35,8 +35,9 @@ def cluster_named(text: str, *, devices: int | None = None) -> Cluster:
     """The cluster a text means, with so many devices in use, or all. `local` is this machine as it was calibrated with so
     many ranks, or an assumption where it was not."""
     if text == LOCAL:
-        calibration = calibration_file(devices if devices is not None else usable_cores())
-        return load_cluster(calibration) if calibration.is_file() else local(devices)
+        ranks = devices if devices is not None else usable_cores()
+        calibration = calibration_file(ranks)
+        return load_calibration(calibration, ranks) if calibration.is_file() else local(devices)
     found = preset(text) if text in preset_names() else _from_file(text)
     return found if devices is None else found.sized(devices)
 
@@ -44,8 +45,8 @@ def cluster_named(text: str, *, devices: int | None = None) -> Cluster:
 @cache
 def efficiency_data(device: str) -> Mapping[str, Any] | None:
     """The fitted efficiency curves that come with Fourfold for a kind of device, as their file has them; None if none do."""
-    file = _folder() / f"{device}.json"
-    data: Mapping[str, Any] | None = json.loads(file.read_text()) if file.is_file() else None
+    file = next((entry for entry in _folder().iterdir() if entry.name == f"{device}.json"), None)  # a name, never a path
+    data: Mapping[str, Any] | None = json.loads(file.read_text()) if file is not None else None
     return data
 
 

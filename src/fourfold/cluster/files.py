@@ -5,18 +5,24 @@ docs/clusters.md explains each key. Errors name the file, the table, the key and
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
 from fourfold.cluster import quantity as q
-from fourfold.cluster.cache import write_whole
+from fourfold.cluster.cache import write_below
 from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured, Waits
 from fourfold.cluster.parts import KINDS, OPTIMIZERS, PRECISIONS, Device, Kind, Link, Nodes, Sources
 from fourfold.cluster.spec import Cluster
-from fourfold.cluster.table import SOURCE, Table, read_table, toml_text
-from fourfold.errors import Error, InvalidInput, nearest
+from fourfold.cluster.table import LARGEST, MOST_BYTES, SOURCE, ClusterTable, read_table, toml_text
+from fourfold.errors import Damaged, Error, InvalidInput, nearest
+from fourfold.files import read_text
+from fourfold.table import NAME
 
 VERSION = 1
+MOST_DEVICES = 2**20  # ten times what the largest machines have
+_SEAL = "# measured by fourfold calibrate; sha256 of what follows: "
+KINDS_READ, RUNS_READ, LINKS_READ, CURVES_READ = 1_000, 1_000, 64, 10_000
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -31,35 +37,62 @@ def load_cluster(path: Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster file that reads back as the same value."""
-    write_whole(path, cluster_text(cluster))
+    write_below(path, cluster_text(cluster))
 
 
-def _cluster(table: Table) -> Cluster:
-    table.check(["version", "name", "about", "in_use", "kernels", "device", "nodes", "link", "measured", "waits"])
+def save_calibration(cluster: Cluster, path: Path) -> None:
+    """Write what `calibrate` found into the cache, with the hash of its text."""
+    text = cluster_text(cluster)
+    write_below(path, f"{_SEAL}{_hash(text)}\n{text}")
+
+
+def load_calibration(path: Path, ranks: int) -> Cluster:
+    """Read what `calibrate` put into the cache. One that is damaged is refused: it takes minutes to measure again, and to plan
+    by assumptions instead would be another answer."""
+    try:
+        seal, _, text = read_text(path, most=MOST_BYTES).partition("\n")
+        if seal != _SEAL + _hash(text):
+            raise InvalidInput("its content hash is off")
+        return load_cluster(path)
+    except (OSError, Error) as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise Damaged(f"the calibration {path} is damaged: {why}; run `fourfold calibrate --ranks {ranks}` again or delete it"
+                      ) from None  # fmt: skip
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _cluster(table: ClusterTable) -> Cluster:
+    table.check_keys(["version", "name", "about", "in_use", "kernels", "device", "nodes", "link", "measured", "waits"])
     if (version := table.whole("version")) != VERSION:
         table.fail("version", f"is {version}, this Fourfold reads {VERSION}")
-    kinds = tuple(_device(name, entry) for name, entry in table.named_tables("device").items())
-    runs = tuple(_nodes(entry, [kind.name for kind in kinds]) for entry in table.tables("nodes"))
-    links = tuple(_link(entry) for entry in table.tables("link"))
+    kinds = tuple(_device(name, entry) for name, entry in table.named_tables("device", most=KINDS_READ).items())
+    runs = tuple(_nodes(entry, [kind.name for kind in kinds]) for entry in table.tables("nodes", most=RUNS_READ))
+    links = tuple(_link(entry) for entry in table.tables("link", most=LINKS_READ))
     names = [link.name for link in links]
-    curves = tuple(_curve(entry, names) for entry in table.tables("measured"))
-    waits = tuple(_waits(entry, names) for entry in table.tables("waits"))
+    curves = tuple(_curve(entry, names) for entry in table.tables("measured", most=CURVES_READ))
+    waits = tuple(_waits(entry, names) for entry in table.tables("waits", most=CURVES_READ))
+    devices = sum(run.count * run.devices for run in runs)
+    if devices > MOST_DEVICES:
+        table.fail("nodes", f"have {devices:,} devices, at most {MOST_DEVICES:,} are read")
     return Cluster(
-        name=table.text("name"),
-        about=table.text("about", ""),
+        name=table.text("name", most=NAME),
+        about=table.text("about", "", lines=True),
         kinds=kinds,
         nodes=runs,
         links=links,
-        measured=Measured(curves=curves, waits=waits, kernels=table.text("kernels", "")),
-        size=table.whole("in_use", max(1, sum(run.count * run.devices for run in runs))),
+        measured=Measured(curves=curves, waits=waits, kernels=table.text("kernels", "", most=NAME)),
+        size=table.whole("in_use", max(1, devices)),
     )
 
 
-def _device(name: str, table: Table) -> Device:
+def _device(name: str, table: ClusterTable) -> Device:
     rates = {precision: q.rate(precision) for precision in PRECISIONS}
     updates = {name: q.update(name) for name in OPTIMIZERS}
     known = [q.MEMORY, q.BANDWIDTH, q.LAUNCH, q.PACE, q.ON_CHIP, *rates.values(), *updates.values()]
-    table.check(["kind", "asynchronous", "cores", "drift"], known)
+    table.check_keys(["kind", "asynchronous", "cores", "drift"], known)
     given = {precision: table.amount(rate, 0.0) for precision, rate in rates.items()}
     speeds = {name: table.amount(speed, 0.0) for name, speed in updates.items()}
     return Device(
@@ -70,17 +103,17 @@ def _device(name: str, table: Table) -> Device:
         rates=tuple((precision, rate) for precision, rate in given.items() if rate),
         launch=table.amount(q.LAUNCH, 0.0),
         asynchronous=table.flag("asynchronous"),
-        cores=table.whole("cores", 0),
+        cores=table.whole("cores", 0, most=MOST_DEVICES),
         on_chip=table.amount(q.ON_CHIP, 0.0),
         updates=tuple((name, speed) for name, speed in speeds.items() if speed),
-        drift=table.number("drift", 0),
+        drift=table.number("drift", 0, least=0, most=1_000),
         pace=table.amount(q.PACE, 0.0),
         sources=table.sources(),
     )
 
 
-def _nodes(table: Table, known: list[str]) -> Nodes:
-    table.check(["count", "device", "devices_per_node"])
+def _nodes(table: ClusterTable, known: list[str]) -> Nodes:
+    table.check_keys(["count", "device", "devices_per_node"])
     device = table.text("device")
     if device not in known:
         table.fail("device", f"names {device!r}, which no [device.{device}] describes{nearest(device, known)}")
@@ -88,22 +121,22 @@ def _nodes(table: Table, known: list[str]) -> Nodes:
     return Nodes(count=table.whole("count"), device=device, devices=devices, sources=table.sources())
 
 
-def _link(table: Table) -> Link:
-    table.check(["name", "devices", "nodes", "shared_by", "oversubscription"], [q.LATENCY, q.BANDWIDTH])
+def _link(table: ClusterTable) -> Link:
+    table.check_keys(["name", "devices", "nodes", "shared_by", "oversubscription"], [q.LATENCY, q.BANDWIDTH])
     return Link(
-        name=table.text("name"),
+        name=table.text("name", most=NAME),
         devices=table.whole("devices", 0),
         nodes=table.whole("nodes", 0),
         latency=table.amount(q.LATENCY),
         bandwidth=table.amount(q.BANDWIDTH),
         shared_by=table.whole("shared_by", 1),
-        oversubscription=table.number("oversubscription", 1),
+        oversubscription=table.number("oversubscription", 1, most=LARGEST),
         sources=table.sources(),
     )
 
 
-def _curve(table: Table, known: list[str]) -> Curve:
-    table.check(["collective", "level", "ranks", "groups"], [q.SIZE, q.TIME, q.SPREAD])
+def _curve(table: ClusterTable, known: list[str]) -> Curve:
+    table.check_keys(["collective", "level", "ranks", "groups"], [q.SIZE, q.TIME, q.SPREAD])
     return Curve(
         collective=cast(Collective, table.chosen("collective", COLLECTIVES)),
         level=_level(table, known),
@@ -112,23 +145,23 @@ def _curve(table: Table, known: list[str]) -> Curve:
         sizes=table.amounts(q.SIZE),
         seconds=table.amounts(q.TIME),
         spreads=table.amounts(q.SPREAD),
-        source=table.text(SOURCE, ""),
+        source=table.text(SOURCE, "", lines=True),
     )
 
 
-def _waits(table: Table, known: list[str]) -> Waits:
-    table.check(["level", "ranks", "groups"], [q.COMPUTING, q.TIME])
+def _waits(table: ClusterTable, known: list[str]) -> Waits:
+    table.check_keys(["level", "ranks", "groups"], [q.COMPUTING, q.TIME])
     return Waits(
         level=_level(table, known),
         ranks=table.whole("ranks"),
         groups=table.whole("groups", 1),
         computing=table.amounts(q.COMPUTING),
         seconds=table.amounts(q.TIME),
-        source=table.text(SOURCE, ""),
+        source=table.text(SOURCE, "", lines=True),
     )
 
 
-def _level(table: Table, known: list[str]) -> str:
+def _level(table: ClusterTable, known: list[str]) -> str:
     level = table.text("level")
     if level not in known:
         table.fail("level", f"names {level!r}, which is no link{nearest(level, known)}")

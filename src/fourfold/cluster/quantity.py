@@ -34,9 +34,13 @@ class Quantity:
     def keys(self) -> tuple[str, ...]:
         return tuple(f"{self.name}_{unit}" for unit in self.units)
 
+    def factor(self, key: str) -> Fraction:
+        """What one of the unit that a key names is in SI."""
+        return self.units[key.removeprefix(f"{self.name}_")]
+
     def si(self, key: str, number: float) -> float:
         """What a written number means. Rounded once, so that 5 us is the same float as 5e-6."""
-        return float(Fraction(repr(number)) * self.units[key.removeprefix(f"{self.name}_")])
+        return float(Fraction(repr(number)) * self.factor(key))
 
     def written(self, *values: float) -> tuple[str, list[float]]:
         """The key and the numbers that stand for SI values, all in one unit."""

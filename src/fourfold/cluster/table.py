@@ -1,4 +1,4 @@
-"""A table of a TOML file, read key by key with errors that name file, key and reason; and tables written back as text.
+"""The tables of a cluster file, whose numbers carry their unit in the key; and tables written back as TOML text.
 
 The standard library reads TOML and does not write it. What is written here is the little a cluster needs: tables and
 arrays of tables that hold texts, numbers, flags and lists of numbers.
@@ -7,71 +7,39 @@ arrays of tables that hold texts, numbers, flags and lists of numbers.
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fourfold.cluster.parts import Sources
 from fourfold.cluster.quantity import Quantity
-from fourfold.errors import InvalidInput, nearest
+from fourfold.errors import InvalidInput
+from fourfold.files import read_text
+from fourfold.table import Table
 
 SOURCE = "source"
+MOST_BYTES = 2**20  # of a file; a calibration of 16 ranks has 50 KiB
+DOTS_IN_A_LINE, DOTS = 1_000, 65_536
+LONGEST_REASON = 300  # characters of what Python's reader says, which repeats keys
+POINTS = 1_000  # of a curve
+TINIEST, LARGEST = 1e-15, 1e24  # SI; beyond them times would be infinite or zero
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table and its place in a file."""
+class ClusterTable(Table):
+    """A table of a cluster file: numbers may carry their unit, and a `source` stand beside them."""
 
-    file: str
-    path: str  # as it is written: device.v100, link 2
-    data: Mapping[str, Any]
-
-    def fail(self, key: str, reason: str) -> NoReturn:
-        place = f"{self.path}: {key}" if self.path and key else self.path or key
-        raise InvalidInput(f"{self.file}: {place}: {reason}")
-
-    def check(self, plain: Iterable[str], quantities: Sequence[Quantity] = ()) -> None:
+    def check_keys(self, plain: Iterable[str], quantities: Sequence[Quantity] = ()) -> None:
         """Refuse keys that mean nothing here."""
         plain = list(plain)
         known = {*plain, SOURCE, *(key for q in quantities for key in (*q.keys, f"{q.name}_source"))}
         known |= {f"{key}_source" for key in plain}
         for key in self.data:
             if key not in known:
-                self.fail(key, _unknown(key, known, quantities))
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            self.fail(key, f"is {_shown(value)}, a text is needed")
-        return value
-
-    def chosen(self, key: str, choices: Sequence[str]) -> str:
-        value = self.text(key)
-        if value not in choices:
-            self.fail(key, f"is {value!r}, it must be one of {', '.join(choices)}{nearest(value, choices)}")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.data.get(key, False)
-        if not isinstance(value, bool):
-            self.fail(key, f"is {_shown(value)}, true or false is needed")
-        return value
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1, unless the default is less."""
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.fail(key, f"is {_shown(value)}, a whole number is needed")
-        if value < 1 and key in self.data:
-            self.fail(key, f"is {value}, it must be at least 1")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return self._number(key, self._value(key, default))
+                self.fail(key, _without_unit(key, quantities) or self._unknown(key, known))
 
     def amount(self, quantity: Quantity, default: float | None = None) -> float:
         """A quantity in SI, under whichever of its units it was written."""
@@ -85,34 +53,20 @@ class Table:
     def amounts(self, quantity: Quantity) -> tuple[float, ...]:
         """A list of quantities, empty if it is not there."""
         key = self._key(quantity)
-        values = [] if key is None else self.data[key]
-        if not isinstance(values, list):
-            self.fail(str(key), f"is {_shown(values)}, a list of numbers is needed")
-        return tuple(self._scaled(quantity, str(key), value) for value in values)
-
-    def tables(self, key: str) -> list[Table]:
-        """The entries of an array of tables."""
-        found = self.data.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-            self.fail(key, f"must be written as [[{key}]]")
-        return [Table(self.file, f"{key} {i}", entry) for i, entry in enumerate(found, start=1)]
-
-    def named_tables(self, key: str) -> dict[str, Table]:
-        """The tables below a table, by name."""
-        found = self.data.get(key, {})
-        if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
-            self.fail(key, f"must be written as [{key}.<name>]")
-        return {name: Table(self.file, f"{key}.{name}", entry) for name, entry in found.items()}
+        if key is None:
+            return ()
+        return tuple(self._scaled(quantity, key, value) for value in self.entries(key, "numbers", POINTS))
 
     def sources(self) -> Sources:
         end = f"_{SOURCE}"
-        single = tuple(sorted((key.removesuffix(end), self.text(key)) for key in self.data if key.endswith(end)))
-        return Sources(whole=self.text(SOURCE, ""), single=single)
+        single = tuple(sorted((key.removesuffix(end), self.text(key, lines=True)) for key in self.data if key.endswith(end)))
+        return Sources(whole=self.text(SOURCE, "", lines=True), single=single)
 
-    def _value(self, key: str, default: Any) -> Any:
-        if key not in self.data and default is None:
-            self.fail(key, "is missing")
-        return self.data.get(key, default)
+    def _listed(self, key: str, found: Any) -> str:
+        return f"must be written as [[{key}]]"
+
+    def _nested(self, key: str, found: Any) -> str:
+        return f"must be written as [{key}.<name>]"
 
     def _key(self, quantity: Quantity) -> str | None:
         found = [key for key in quantity.keys if key in self.data]
@@ -124,39 +78,40 @@ class Table:
         number = self._number(key, value)
         if number < 0 or (number == 0 and not quantity.zero):
             self.fail(key, f"is {number:g}, it must {'not be negative' if quantity.zero else 'be positive'}")
+        if number and not TINIEST <= number * float(quantity.factor(key)) <= LARGEST:
+            self.fail(key, f"is {number:g}, which is beyond any machine; check its unit")
         return quantity.si(key, number)
 
-    def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.fail(key, f"is {_shown(value)}, a number is needed")
-        return value
 
-
-def _unknown(key: str, known: Iterable[str], quantities: Sequence[Quantity]) -> str:
+def _without_unit(key: str, quantities: Sequence[Quantity]) -> str:
+    """What is wrong with a key that is a quantity's but for its unit; nothing, if it is not."""
     for quantity in quantities:
         if key == quantity.name:
             return f"has no unit; write {', '.join(quantity.keys[:4])}..."
         if key.startswith(f"{quantity.name}_"):
             return f"has no unit known here; write {', '.join(quantity.keys)}"
-    return f"is no key here{nearest(key, known)}"
+    return ""
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "a table" if isinstance(value, dict) else "a list"
-    return repr(value) if isinstance(value, str | float) else str(value).lower()
-
-
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> ClusterTable:
     """A whole file."""
     try:
-        return Table(str(path), "", tomllib.loads(path.read_text("utf-8")))
+        text = read_text(path, most=MOST_BYTES)
+        _check_dots(text)
+        return ClusterTable(str(path), "", tomllib.loads(text))
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{path}: is no UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidInput(f"{path}: is no TOML: {error}") from None
+    except RecursionError:
+        raise InvalidInput(f"{path}: is no TOML that a cluster needs: its values nest too deep") from None
+    except ValueError as error:  # TOML's own errors, and numbers with thousands of digits
+        raise InvalidInput(f"{path}: is no TOML: {str(error)[:LONGEST_REASON]}") from None
+
+
+def _check_dots(text: str) -> None:
+    """Refuse dotted keys without end: Python's reader takes kilobytes for every dot, and the square of those in one key."""
+    lines = [line.count(".") for line in text.splitlines()]
+    if max(lines, default=0) > DOTS_IN_A_LINE or sum(lines) > DOTS:
+        raise ValueError(f"it has more than {DOTS_IN_A_LINE:,} dots in a line, or {DOTS:,} in all")
 
 
 def toml_text(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:

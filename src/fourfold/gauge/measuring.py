@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
-from fourfold.errors import InvalidInput
+from fourfold.errors import Damaged, InvalidInput
 from fourfold.gauge.kernels import ROUNDS, Rounds, Sample, samples_of, timed
 from fourfold.gauge.pace import machine_name
 from fourfold.graph.spec import computed_as
@@ -50,10 +50,20 @@ def foretold(
     hosts = set(ranks(host_of_this_process))
     if cluster is None and len(hosts) > 1:
         return None
-    where = cluster or share(ranks, lambda: cluster_named(LOCAL, devices=ranks.count))
+    where = cluster or share(ranks, lambda: _local(ranks.count))
+    if isinstance(where, Damaged):  # on all ranks
+        raise where
     check_here(where, len(hosts))
     prices = measured_prices([lowered], where, ranks, precision=precision, rounds=ONCE)
     return predict(lowered, prices, optimizer=optimizer)
+
+
+def _local(ranks: int) -> Cluster | Damaged:
+    """This machine as it was calibrated, or what is wrong with that calibration."""
+    try:
+        return cluster_named(LOCAL, devices=ranks)
+    except Damaged as error:
+        return error
 
 
 def check_here(cluster: Cluster, hosts: int) -> None:

@@ -9,7 +9,6 @@ Times compare only if they are told at one pace, so it is kept: later calibratio
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.cluster.cache import pace_file, read_json, write_whole
+from fourfold.cluster.cache import pace_file, read_cached, write_cached
 from fourfold.cluster.local import usable_cores
-from fourfold.errors import InvalidInput
 from fourfold.runtime.board import host_of_this_process
 
+VERSION = 1  # of the file that keeps the pace
 LOOKS = 10  # at the pace, each time a calibration asks
 LEAST_FELT, MOST_FELT = 0.4, 0.9  # powers of the pace: of times without arithmetic, and of arithmetic alone
 
@@ -64,17 +63,16 @@ def _processor() -> str:
 
 
 def kept_pace() -> float:
-    """The pace at which times of this machine were told until now; 0 if none were."""
-    path = pace_file(machine_name())
-    try:
-        return float(read_json(path).get("seconds", 0.0))
-    except (TypeError, ValueError):
-        raise InvalidInput(f"{path}: seconds must be a number; delete it, it will be measured again") from None
+    """The pace at which times of this machine were told until now; 0 if none were, or if its file is damaged."""
+    name = machine_name()
+    found = read_cached(pace_file(name), VERSION)
+    seconds = found.get("seconds") if found is not None and found.get("about") == name else None
+    return seconds if isinstance(seconds, float) else 0.0
 
 
 def keep_pace(pace: float) -> None:
     name = machine_name()
-    write_whole(pace_file(name), json.dumps({"about": name, "seconds": pace}))
+    write_cached(pace_file(name), VERSION, {"about": name, "seconds": pace})
 
 
 def by_host() -> list[list[int]]:

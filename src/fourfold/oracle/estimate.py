@@ -56,7 +56,7 @@ def estimate(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> E
     if plan.size > cluster.size:
         raise Infeasible(f"the plan needs {plan.size} devices, cluster {cluster.name!r} has {cluster.size} in use; "
                          "plan for fewer or ask for more")  # fmt: skip
-    if plan.stages and plan.schedule in FUSED:
+    if plan.schedule in FUSED:
         raise Infeasible(f"schedule {plan.schedule} runs a forward and a backward at once, which is not predicted yet; "
                          "choose 1f1b-as")  # fmt: skip
     return _Estimating(pipeline, prices, optimizer).run()

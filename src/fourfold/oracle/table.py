@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from fourfold.cluster import Cluster, Precision
-from fourfold.cluster.cache import kernels_file, read_json, write_whole
-from fourfold.errors import InvalidInput
+from fourfold.cluster.cache import kernels_file, read_cached, write_cached
 from fourfold.oracle.prices import KernelTime, Prices
 
+VERSION = 1
 FIELDS = ("forward", "backward", "busy", "spread")
 
 
 def load_kernels(name: str) -> dict[str, KernelTime]:
-    """The table of a name; empty if nothing was measured yet."""
+    """The table of a name; empty if nothing was measured yet, or if its file is damaged: it is then measured again."""
     if not name:
         return {}
-    path = kernels_file(name)
+    found = read_cached(kernels_file(name), VERSION)
+    if found is None or found.get("about") != name:
+        return {}
     try:
-        rows = read_json(path).get("kernels", {})
-        return {key: _time(*map(float, row)) for key, row in rows.items()}
-    except (TypeError, ValueError, AttributeError):
-        raise InvalidInput(f"{path}: is no table of kernels; delete it, it will be measured again") from None
+        return {key: _time(*map(float, row)) for key, row in found["kernels"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def known_prices(cluster: Cluster, precision: Precision) -> Prices:
@@ -35,8 +34,8 @@ def add_kernels(name: str, found: Mapping[str, KernelTime]) -> None:
     """Add kernels to the table of a name; later times replace earlier ones."""
     kept = {**load_kernels(name), **found}
     rows = {key: [rounded(getattr(time, field) or 0.0) for field in FIELDS] for key, time in sorted(kept.items())}
-    data: dict[str, Any] = {"about": name, "fields": FIELDS, "unit": "seconds; busy and spread are ratios", "kernels": rows}
-    write_whole(kernels_file(name), json.dumps(data, indent=0))
+    unit = "seconds; busy and spread are ratios"
+    write_cached(kernels_file(name), VERSION, {"about": name, "fields": list(FIELDS), "unit": unit, "kernels": rows})
 
 
 def _time(forward: float, backward: float, busy: float, spread: float) -> KernelTime:

@@ -2,12 +2,13 @@
 
 from fourfold.plans.compose import Options
 from fourfold.plans.exchange import Exchange
+from fourfold.plans.files import load_plan, save_plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.lower import lower
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.own import Own
 from fourfold.plans.pipeline import Pipeline, pipeline
-from fourfold.plans.plan import Passes, Plan, load_plan, save_plan
+from fourfold.plans.plan import Passes, Plan
 from fourfold.plans.program import Compute, Move, Program, Repeat
 from fourfold.plans.strategies import STRATEGIES, named
 

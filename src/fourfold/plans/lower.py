@@ -27,6 +27,7 @@ from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step, r
 
 Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
+MOST_DEALT = 2**20  # examples of a batch that passes deal out, each of them named
 Emission = Iterator["Emission"]
 """An op on its way into a program: what it yields comes first."""
 
@@ -346,6 +347,9 @@ class _Lowering:
         """Lower a run of ops once per pass, each on a slice of every member's examples."""
         run = run_of(region, at, self.graph, self.symbolic, known=self.layouts.keys() - self.leaves)
         own = self.layouts[run.entry].dims[run.dim]
+        if own.total > MOST_DEALT:
+            dealt = f"deal out {own.total:,} examples one by one, at most {MOST_DEALT:,} can be"
+            raise Infeasible(f"passes from '{region.first}' {dealt}; use a smaller batch or no passes")
         bodies = tuple(self._one_pass(region, k, run, own) for k in range(region.count))
         outs = []
         for name, dim in run.exits:

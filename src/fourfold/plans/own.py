@@ -12,8 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from fourfold.errors import Infeasible
 from fourfold.index import IndexSet, Span
 from fourfold.plans.mesh import Coords, Mesh
+
+MOST_PIECES = 2**19  # of a merged dim on all ranks: a second and 100 MB each time
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,11 +231,17 @@ def _projected(own: Own, axes: frozenset[str]) -> Own:
 def _joined(mesh: Mesh, parts: tuple[Own, ...]) -> Own:
     axes = mesh.ordered(a for own in parts for a in own.axes)
     extents = tuple(mesh.extent(a) for a in axes)
-    sets = []
+    sets, pieces = [], 0
     for point in Own(axes, extents, ()).points():
         members = IndexSet.whole(1)
         for own in parts:
-            members = members.product(own.at(point))
+            inner = own.at(point)
+            pieces += 0 if inner.is_whole else len(members) * len(inner.spans)
+            if pieces > MOST_PIECES:
+                sizes = " x ".join(str(own.size) for own in parts)
+                where = f"in more than {MOST_PIECES:,} pieces on the ranks of {mesh}"
+                raise Infeasible(f"a dim of {sizes} merged would lie {where}; use a smaller batch, or split by another dim")
+            members = members.product(inner)
         sets.append(members)
     return Own(axes, extents, tuple(sets))
 

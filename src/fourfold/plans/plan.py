@@ -1,4 +1,4 @@
-"""A plan: how every op of one graph is split over the ranks. An immutable value with a versioned JSON file.
+"""A plan: how every op of one graph is split over the ranks. An immutable value; `files` reads and writes it.
 
 Without `stages` all ranks form one mesh and run all ops. With them, each stage runs the ops from its `first` to the next
 stage's, on ranks and a mesh of its own; a mesh axis has one name and meaning in all stages that have it.
@@ -10,12 +10,10 @@ inputs come in; ``dim:<i>`` there is dim i of every input that has one, whatever
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 from fourfold.errors import InvalidInput, StalePlan, nearest
@@ -23,8 +21,8 @@ from fourfold.graph import Graph, Op
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.schedule import Schedule, check, schedule_named
 
-VERSION = 1
-_WILD = frozenset("*?[")
+WILD = frozenset("*?[")
+SHOWN = 16  # ranks in an error
 SPLITS = ("batch", "filter", "channel", "replicate")
 
 
@@ -152,7 +150,7 @@ class Plan:
         plain: dict[str, list[int]] = {}
         wild: list[int] = []
         for i, (pattern, _) in enumerate(self.splits):
-            (wild if _WILD & set(pattern) else plain.setdefault(pattern, [])).append(i)
+            (wild if WILD & set(pattern) else plain.setdefault(pattern, [])).append(i)
         return plain, wild
 
     def check(self, graph: Graph, *, strict: bool = True) -> None:
@@ -180,58 +178,11 @@ class Plan:
         if strict and self.stages and self.stages[0].first not in ("", *_opening(graph)):
             raise InvalidInput(f"stage 0 begins at '{self.stages[0].first}', the model at '{paths[0]}'; begin it there")
         if strict and any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
-            raise InvalidInput(f"the stages begin at ops {[0, *begins]}; each must begin after the one before")
+            raise InvalidInput(f"the stages begin at ops {_shown([0, *begins])}; each must begin after the one before")
         for run in self.passes:
             if run.first not in paths:
                 raise InvalidInput(f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; "
                                    f"`fourfold inspect` lists them")  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "model": self.model,
-            "strategy": self.strategy,
-            "graph": self.graph,
-            "batch": self.batch,
-            "mesh": dict(self.mesh.axes),
-            "stages": [{"first": s.first, "ranks": list(s.ranks), "mesh": dict(s.mesh.axes)} for s in self.stages],
-            "microbatches": self.microbatches,
-            "schedule": self.schedule,
-            "recompute": [{"first": s.first, "last": s.last} for s in self.recompute],
-            "zero": self.zero,
-            "inputs": dict(self.inputs),
-            "splits": [{"op": pattern, **by_axis} for pattern, by_axis in self.splits],
-            "passes": [{"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in self.passes],
-            "notes": list(self.notes),
-            "signature": dict(self.signature),
-        }
-
-    @staticmethod
-    def from_json(data: Any) -> Plan:
-        try:
-            if data["version"] != VERSION:
-                raise InvalidInput(f"plan file version {data['version']}, this Fourfold reads {VERSION}; plan it again")
-            return Plan(
-                graph=str(data["graph"]),
-                batch=int(data["batch"]),
-                mesh=_mesh(data["mesh"]),
-                strategy=str(data.get("strategy", "by hand")),
-                model=str(data.get("model", "")),
-                inputs={str(a): str(s) for a, s in data.get("inputs", {}).items()},
-                splits=tuple(
-                    (str(r["op"]), {str(a): str(s) for a, s in r.items() if a != "op"}) for r in data.get("splits", [])
-                ),
-                passes=tuple(Passes(**p) for p in data.get("passes", [])),
-                stages=tuple(_stage(s, data["mesh"]) for s in data.get("stages", [])),
-                microbatches=_whole(data, "microbatches", 1),
-                schedule=str(data.get("schedule", "1f1b-sno")),
-                recompute=tuple(Segment(**s) for s in data.get("recompute", [])),
-                zero=_whole(data, "zero", 0),
-                notes=tuple(map(str, data.get("notes", []))),
-                signature=dict(data.get("signature", {})),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidInput(f"not a plan: {type(error).__name__} {error}; write it with `fourfold plan -o`") from error
 
 
 @lru_cache(maxsize=16)
@@ -256,53 +207,22 @@ def _opening(graph: Graph) -> list[str]:
     return [op.path for op in graph.ops[:1]] + [first]
 
 
-def _whole(data: Mapping[str, Any], key: str, default: int) -> int:
-    value = data.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidInput(f"plan: {key} is {value!r}; write a whole number")
-    return value
-
-
-def _stage(data: Mapping[str, Any], mesh: Mapping[str, Any]) -> Stage:
-    ranks = tuple(int(rank) for rank in data["ranks"])
-    return Stage(first=str(data["first"]), ranks=ranks, mesh=_mesh(data.get("mesh", mesh)))
-
-
 def _check_ranks(stages: tuple[Stage, ...]) -> None:
     """Refuse stages whose ranks do not fit their meshes, overlap in part, leave a rank idle or take turns out of order."""
     for k, stage in enumerate(stages):
         if len(stage.ranks) != stage.mesh.size or len(set(stage.ranks)) != len(stage.ranks):
-            raise InvalidInput(f"stage {k} has ranks {list(stage.ranks)} for a mesh {stage.mesh} of {stage.mesh.size}")
+            raise InvalidInput(f"stage {k} has ranks {_shown(stage.ranks)} for a mesh {stage.mesh} of {stage.mesh.size}")
     places = list(dict.fromkeys(stage.ranks for stage in stages))
     used = sorted(rank for ranks in places for rank in ranks)
     if used != list(range(len(used))):
-        raise InvalidInput(f"the stages use ranks {used}; each rank from 0 on belongs to one set of ranks")
+        raise InvalidInput(f"the stages use ranks {_shown(used)}; each rank from 0 on belongs to one set of ranks")
     for k, stage in enumerate(stages):
         if stage.ranks != places[k % len(places)] or len(stages) % len(places):
-            raise InvalidInput(f"stage {k} of {len(stages)} is on ranks {list(stage.ranks)}; stages take turns on "
-                               f"{len(places)} sets of ranks, so it belongs on {list(places[k % len(places)])}")  # fmt: skip
+            raise InvalidInput(f"stage {k} of {len(stages)} is on ranks {_shown(stage.ranks)}; stages take turns on "
+                               f"{len(places)} sets of ranks, so it belongs on {_shown(places[k % len(places)])}")  # fmt: skip
 
 
-def _mesh(sizes: Mapping[str, Any]) -> Mesh:
-    mesh = Mesh(tuple((str(name), int(size)) for name, size in sizes.items()))
-    if not mesh.axes or any(size < 1 for _, size in mesh.axes):
-        raise InvalidInput(f"mesh {dict(sizes)} needs at least one axis, each of size 1 or more")
-    return mesh
-
-
-def save_plan(plan: Plan, path: Path, *, made_for: Mapping[str, Any] | None = None) -> None:
-    """Write a plan; `made_for`: the cluster, precision and optimizer it was chosen for, which `explain` asks for."""
-    data = plan.to_json() | ({"made_for": dict(made_for)} if made_for is not None else {})
-    path.write_text(json.dumps(data, indent=2) + "\n")
-
-
-def load_plan(path: Path) -> Plan:
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise InvalidInput(f"cannot read plan {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidInput(f"plan {path} is not valid JSON: {error}; write it again with `fourfold plan -o`") from error
-    if isinstance(data, dict) and "plan" in data and "version" not in data:
-        data = data["plan"]
-    return Plan.from_json(data)
+def _shown(ranks: Sequence[int]) -> str:
+    """Ranks in an error's line, which stays a line however many they are."""
+    first = ", ".join(map(str, ranks[:SHOWN]))
+    return f"[{first}]" if len(ranks) <= SHOWN else f"[{first}, ... {len(ranks)} in all]"

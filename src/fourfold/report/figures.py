@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import InvalidInput
+from fourfold.files import write_file
 from fourfold.oracle.scaling import Row
 from fourfold.report.stages import ranks_text
 from fourfold.report.trace import WORDS
@@ -37,6 +39,12 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def _write(figure: Any, path: Path) -> None:
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=200)
+    write_file(path, drawn.getvalue())
+
+
 def scaling_picture(rows: Sequence[Row], path: Path, *, title: str, weak: bool) -> None:
     """Samples per second over devices, both logarithmic; what does not fit is hollow."""
     pyplot = _pyplot()
@@ -55,7 +63,7 @@ def scaling_picture(rows: Sequence[Row], path: Path, *, title: str, weak: bool) 
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, title="weak scaling" if weak else "strong scaling", title_fontsize=8)
-    figure.savefig(path, dpi=200)
+    _write(figure, path)
     pyplot.close(figure)
 
 
@@ -80,5 +88,5 @@ def timeline_picture(timeline: Timeline, path: Path, *, title: str, places: Sequ
     kinds = [kind for kind in COLOURS if any(e.kind == kind and e.seconds > 0 for e in timeline.events)]
     words = {WORDS[kind]: pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in kinds}
     figure.legend(list(words.values()), list(words), fontsize=7, ncols=len(words) or 1, loc="outside lower center")
-    figure.savefig(path, dpi=200)
+    _write(figure, path)
     pyplot.close(figure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +16,7 @@ from fourfold.planner.search import alike
 from fourfold.plans.pipeline import Part
 from fourfold.report.costs import setting_words
 from fourfold.report.ranking import plan_name
+from fourfold.report.runs import Run
 from fourfold.report.stages import options_text, ranks_text
 from fourfold.report.text import mesh_text
 from fourfold.timeline import Timeline
@@ -27,10 +29,9 @@ EXCHANGES = ("layer_exchange", "halo")
 
 def page(
     ranking: Ranking, *, model: str, chosen: Candidate | None = None, grid: Grid | None = None, scaling: Sequence[Row] = (),
-    runs: Sequence[Mapping[str, Any]] = (),
+    runs: Sequence[Run] = (),
 ) -> str:  # fmt: skip
-    """The page of a search. `chosen`: the plan it is about, if not the best; `runs`: what `train --json` or `verify --json`
-    wrote."""
+    """The page of a search. `chosen`: the plan it is about, if not the best; `runs`: what `train` and `verify` measured."""
     data = {
         "model": model,
         "where": setting_words(ranking.task.setting),
@@ -43,7 +44,7 @@ def page(
         "nearest": "" if ranking.best is not None else ranking.nearest(),
         "grid": _grid(grid, ranking) if grid is not None else None,
         "scaling": [_scaled(row) for row in scaling],
-        "runs": [_run(run) for run in runs],
+        "runs": [asdict(run) for run in runs],
     }
     return assembled(data)
 
@@ -52,7 +53,7 @@ def assembled(data: Mapping[str, Any]) -> str:
     """The page with its data, style and script inside."""
     room = files("fourfold.report")
     parts = {name: room.joinpath(f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    told = json.dumps(data, allow_nan=False).replace("</", "<\\/")
+    told = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
     out = parts["html"]
     for name, text in (("css", parts["css"]), ("js", parts["js"]), ("data", told)):
         out = out.replace(f"/*{name}*/", text, 1)
@@ -169,13 +170,3 @@ def _cell(answer: Answer) -> dict[str, Any]:
 def _scaled(row: Row) -> dict[str, Any]:
     return {"strategy": row.strategy, "devices": row.devices, "samples": row.samples_per_second, "feasible": row.feasible,
             "efficiency": row.efficiency, "why": row.limits[0] if row.limits and row.figures is None else ""}  # fmt: skip
-
-
-def _run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run as `train` or `verify` told it."""
-    measured = run.get("measured_seconds", run.get("step_seconds"))
-    peaks = run.get("peak_bytes")
-    peak = run.get("measured_peak_bytes", max(peaks) if isinstance(peaks, list) and peaks else None)
-    return {"strategy": run.get("strategy", ""), "ranks": run.get("ranks"), "predicted": run.get("predicted_seconds"),
-            "measured": measured, "predicted_peak": run.get("predicted_peak_bytes"), "measured_peak": peak,
-            "equal": run.get("equal"), "losses": run.get("losses", [])}  # fmt: skip

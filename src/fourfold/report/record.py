@@ -7,12 +7,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fourfold.plans import Compute, Pipeline, Plan, Program
+from fourfold.plans.files import plan_data
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
     from fourfold.oracle.predict import Prediction
     from fourfold.runtime.train import History
     from fourfold.runtime.verify import Check, Verdict
+
+
+VERSION = 1  # of the records of runs; `runs` reads them
 
 
 def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
@@ -38,10 +42,12 @@ def verify_record(
     """`verify --json`. Predictions are null where there are none."""
     worst = verdict.worst
     return {
+        "version": VERSION,
         "model": model,
+        "graph": plan.graph,
         "strategy": plan.strategy,
         "ranks": plan.size,
-        "plan": plan.to_json(),
+        "plan": plan_data(plan),
         "precision": precision,
         "optimizer": optimizer,
         "steps": steps,
@@ -90,7 +96,9 @@ def train_record(
 ) -> dict[str, Any]:  # fmt: skip
     """`train --json`."""
     return {
+        "version": VERSION,
         "model": model,
+        "graph": plan.graph,
         "strategy": plan.strategy,
         "ranks": plan.size,
         "batch": plan.batch,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fourfold.files import json_text, write_file
 from fourfold.models.spec import Case
 from fourfold.plans import Options
 from fourfold.reproduce.hosts import hosts
@@ -149,7 +150,7 @@ def main() -> None:
         forget()
         _peer.clear()
     if is_leader():
-        Path(sys.argv[2]).write_text(json.dumps({name: asdict(outcome) for name, outcome in found.items()}))
+        write_file(Path(sys.argv[2]), json_text({name: asdict(outcome) for name, outcome in found.items()}))
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ class Parallel:
         return Runner(made, load, device=self._runner.device, trains=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The original module's state_dict, whole, on every rank; a loss's trained parameters are there as `loss.` and their key."""
+        """The original module's state_dict, whole, on every rank; trained parameters of a loss are in it as `loss.<key>`."""
         aliases, held = dict(self.graph.aliases), whole_state(self._runner)
         load, stored = self._loader(self._runner.everyone), self._model.state_dict()
         model = {

@@ -115,7 +115,7 @@ class Trainer:
     """One rank's share of a training run."""
 
     def __init__(self, task: Task, seed: int) -> None:
-        data = torch.load(task.data, mmap=True)
+        data = torch.load(task.data, mmap=True, weights_only=True)
         self.names = (*task.graph.inputs, *task.graph.targets)
         self.batched = [task.graph.batch_dim(name) is not None or task.graph.batch is not None for name in self.names]
         self.example = [t.clone() for t in data["inputs"]]

@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from fourfold.errors import InvalidInput, nearest
 from fourfold.plans import Pipeline, Plan, pipeline
 from fourfold.plans.pipeline import check_runnable
@@ -32,7 +30,7 @@ from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.measure import waiting
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.subject import Subject, save_data
-from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_task
+from fourfold.runtime.trial import PRECISIONS, Task, Trial, load_trial, optimizer_named, run_task
 
 TIGHT = 1e-9
 DRIFT = 10.0  # times the floor, after the last step
@@ -122,7 +120,7 @@ def verify(
         facts = ranks(run_task, task)
         if not result.exists():
             return None
-        got: Trial = torch.load(result, weights_only=False)
+        got = load_trial(str(result))
     say("running the reference on one process")
     checks, floor, plain = _checks(got, reference, precision, {p.key for p in subject.graph.parameters if p.trainable})
     seconds = statistics.median(max(step) for step in zip(*(f["seconds"] for f in facts), strict=True))
