@@ -91,7 +91,7 @@ def _both(plan: Plan) -> dict[str, Any]:
     return {
         "version": 1, "model": plan.model, "graph": plan.graph, "strategy": plan.strategy, "ranks": plan.size,
         "precision": "fp32", "optimizer": "sgd", "steps": 2, "predicted_seconds": 0.19,
-        "predicted_interval_seconds": [0.1, 0.3], "predicted_peak_bytes": 100.0, "waiting": [0.1, 0.2],
+        "predicted_interval_seconds": [0.1, 0.3], "predicted_peak_bytes": 100.0, "waiting": [0.1, 0.2], "nonfinite_step": None,
     }  # fmt: skip
 
 

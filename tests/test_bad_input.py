@@ -278,7 +278,7 @@ def test_data_dependent_control_flow_is_named_by_line(refused: Callable[..., str
     assert "Deciding cannot be exported" in line
     number = FACTORIES.splitlines().index("        if y.sum() > 0:") + 1
     assert f"nets.py:{number} `if y.sum() > 0:`" in line
-    assert "avoid .item(), data-dependent control flow" in line
+    assert "avoid .item(), .numpy() and control flow that depends on values" in line
 
 
 def test_a_model_that_fails_on_its_own_inputs_is_refused(refused: Callable[..., str], factories: str) -> None:

@@ -39,7 +39,7 @@ def trained(graph: str = "") -> dict[str, Any]:
         "version": 1, "model": "gnmt", "graph": graph, "strategy": "data", "ranks": 4, "batch": 8, "precision": "fp32",
         "optimizer": "sgd", "steps": 2, "losses": [2.0, None], "step_seconds": 0.2, "samples_per_second": 40.0,
         "predicted_seconds": 0.19, "predicted_interval_seconds": [0.1, 0.3], "predicted_peak_bytes": 100,
-        "peak_bytes": [90, 95], "trace": None, "waiting": None,
+        "peak_bytes": [90, 95], "trace": None, "waiting": None, "nonfinite_step": None,
     }  # fmt: skip
 
 
