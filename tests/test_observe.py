@@ -376,5 +376,6 @@ def test_a_loss_with_tensors_of_its_own_is_trained_and_its_parameters_are_given_
         value.backward()
         update.step()
         assert found == pytest.approx(float(value.detach()))
-    assert set(run.state_dict()) == {"weight", "bias", "loss.scale"}
-    torch.testing.assert_close(run.state_dict()["loss.scale"], loss.scale.detach())
+    assert set(run.state_dict()) == {"weight", "bias"}
+    assert set(run.loss_state_dict()) == {"scale", "weight"}
+    torch.testing.assert_close(run.loss_state_dict()["scale"], loss.scale.detach())

@@ -246,15 +246,23 @@ class Parallel:
         return Runner(made, load, device=self._runner.device, trains=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The original module's state_dict, whole, on every rank; trained parameters of a loss are in it as `loss.<key>`."""
+        """The original module's state_dict, whole, on every rank."""
+        return self._whole_state({key: key for key in self._model.state_dict()})
+
+    def loss_state_dict(self) -> dict[str, Tensor]:
+        """That of the loss, where it is a module."""
+        loss = self._loss if isinstance(self._loss, nn.Module) else nn.Module()
+        return self._whole_state({key: f"loss.{key}" for key in loss.state_dict()})
+
+    def _whole_state(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Whole tensors by the name of each and the graph's key for it."""
         aliases, held = dict(self.graph.aliases), whole_state(self._runner)
-        load, stored = self._loader(self._runner.everyone), self._model.state_dict()
-        model = {
-            key: held[kept].clone() if (kept := aliases.get(key, key)) in held else load(key, Layout.same(value.shape))
-            for key, value in stored.items()  # what is not part of the graph nothing trains
+        load, whole = self._loader(self._runner.everyone), WithLoss(self._model, self._loss).state_dict()
+        shapes = {key.removeprefix("model."): value.shape for key, value in whole.items()}
+        return {
+            name: held[kept].clone() if (kept := aliases.get(key, key)) in held else load(key, Layout.same(shapes[key]))
+            for name, key in names.items()  # what is not part of the graph nothing trains
         }
-        trained = {p.key for p in self.graph.parameters if p.trainable}
-        return model | {key: held[key].clone() for key in held if key in trained and key not in stored}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of a whole state_dict with the original module's keys."""
