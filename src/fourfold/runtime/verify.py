@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from fourfold.runtime.compare import Worst, worst_error
 from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.measure import waiting
 from fourfold.runtime.reference import Reference
+from fourfold.runtime.scratch import temporary_paths
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_task
 
@@ -102,8 +102,7 @@ def verify(
     program = pipeline(subject.graph, plan)
     check_runnable(plan)
     reference = reference.matching(plan)
-    with tempfile.TemporaryDirectory(prefix="fourfold-", dir=folder) as temporary:
-        data, result = Path(temporary, "data.pt"), Path(temporary, "trial.pt")
+    with temporary_paths(2, folder) as (data, result):
         save_data(subject.case, data)
         task = Task(
             graph=subject.graph,
@@ -117,7 +116,7 @@ def verify(
         )
         say(f"running {reference.steps} steps on {ranks.count} ranks")
         facts = ranks(run_task, task)
-        if not result.exists():
+        if not result.stat().st_size:
             return None
         got: Trial = torch.load(result, weights_only=False)
     say("running the reference on one process")
