@@ -39,7 +39,7 @@ TARGETS = ("rank", "parent", "torchrun's rank", "torchrun")
 WAIT = {"stop": "10"}  # FOURFOLD_TIMEOUT; in other cases a rank that is slow to start shall not be the fault
 GRACE = 5.0  # seconds until nothing may be left
 PAUSE = 2.0  # seconds that a parent is stopped
-LIMIT = 120.0  # seconds until a command must have ended
+LIMIT = 90.0  # seconds until a command must have ended
 DRAWS = 6
 TORCHS = ("torchelastic_", "torchinductor_")  # logs and a cache that torch leaves in any case
 MARK = "FOURFOLD_FAULT"
@@ -108,6 +108,20 @@ class Run:
             text=True, env={**os.environ, **places, **settings}, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where tests run in the background it is ignored
         )  # fmt: skip
+
+    def output_of(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """What the command wrote until it ended; one that does not end is ended."""
+        try:
+            return process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            self.end(process)
+            out, err = process.communicate()
+            return out, f"{err}no end within {LIMIT:.0f} s"
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        for pid in (*self.processes(), process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> dict[int, bytes]:
         """The living processes of the command with their command lines; those that have ended have no environment."""
@@ -199,20 +213,15 @@ def inject(fault: Fault, moment: float) -> Outcome | None:
         if not _send(run, process, moment):
             return None
         begun = time.monotonic()
-        try:
-            out, err = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            return Outcome(fault=fault, moment=moment, seconds=LIMIT, code=0, line="", wrong=(f"no end within {LIMIT:.0f} s",))
+        out, err = run.output_of(process)
         spent = time.monotonic() - begun
         lines, left = [line for line in err.splitlines() if line.startswith("fourfold: ")], run.left()
         if 0 not in fault.expected[0] and out.endswith("}\n") and not lines and not left:
-            return None  # the answer had been given
+            return None  # the answer had been given; torchrun waits for ever for a rank that is stopped after its work
         wrong = (*_mistakes(fault, process.returncode, lines, err), *left)
         return Outcome(fault=fault, moment=moment, seconds=spent, code=process.returncode, line=" / ".join(lines), wrong=wrong)
     finally:
-        for pid in (*run.processes(), process.pid):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        run.end(process)
         process.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 

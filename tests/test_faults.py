@@ -8,14 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from faults import Fault, inject
 from fourfold.errors import WorkerFailed
+from fourfold.runtime.board import shared_memory
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.processes import is_alive
+from ranks import pool
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are looked at through /proc")
 
@@ -34,25 +38,34 @@ def test_a_fault_is_named_and_leaves_nothing(fault: Fault, moment: float) -> Non
 
 
 def stop_self(rank: int) -> None:
-    """On a rank: the one that is named stops itself; the others wait for it."""
-    import torch.distributed as dist
-
+    """On a rank: the one that is named stops itself; the others wait a second for it."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
+    dist.barrier(group)
 
 
-def test_a_stopped_rank_is_named_not_the_one_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOURFOLD_TIMEOUT", "3")
-    with Ranks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 1 \(process \d+\) is stopped; the others waited 3 s"):
+def test_a_stopped_rank_is_named_not_the_one_that_waits_for_it() -> None:
+    with Ranks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 1 \(process \d+\) is stopped"):
         ranks(stop_self, 1)
 
 
 def test_a_large_message_to_a_stopped_rank_does_not_hold_up_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOURFOLD_TIMEOUT", "3")
-    with Ranks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 0 \(process \d+\) is stopped"):
+    with Ranks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 0 \(process \d+\) is stopped; the others waited 1 s"):
         os.kill(ranks(os.getpid)[0], signal.SIGSTOP)
+        monkeypatch.setenv("FOURFOLD_TIMEOUT", "1")
         ranks(len, bytes(10_000_000))
+
+
+def names_in_shared_memory() -> list[str]:
+    memory = shared_memory(dist.group.WORLD, 4096)
+    assert memory is not None
+    return [name for name in os.listdir("/dev/shm") if name.startswith("fourfold")]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is in /dev/shm")
+def test_shared_memory_has_no_name_while_it_is_used() -> None:
+    assert pool(2)(names_in_shared_memory) == [[], []]
 
 
 def test_ranks_started_by_a_thread_outlive_it() -> None:
