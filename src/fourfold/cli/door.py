@@ -19,9 +19,7 @@ from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.runtime.peers import end_with_torchrun, first_to_speak, lost_rank, started_by_torchrun
 
 OURS, INTERRUPTED = 70, 130
-
-
-_signals: list[str] = []  # that asked this process to end
+_signals: list[str] = []  # the names of those that asked this process to end
 
 
 class Stdout(io.FileIO):
@@ -145,7 +143,7 @@ def _interrupted() -> int:
     lost = lost_rank(wait=0)
     if lost is not None:
         return _line(str(lost), lost.exit_code)
-    return _line(f"interrupted: rank {os.environ['RANK']} got {_signals[0]}", INTERRUPTED)
+    return _line(f"interrupted: rank {os.environ['RANK']} got {_signals[0] if _signals else 'a signal'}", INTERRUPTED)
 
 
 def _line(text: str, code: int) -> int:

@@ -169,7 +169,8 @@ class Ranks:
             worker.join(5)
         self._workers, self._pipes, self._sender = [], [], None
         if self._store is not None:
-            self._store.close()
+            with contextlib.suppress(FileNotFoundError):  # where it has a name, the last rank may have removed it
+                self._store.close()
 
 
 def _send_all(pipes: list[Any], messages: list[bytes]) -> None:
