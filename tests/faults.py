@@ -149,16 +149,19 @@ class Run:
         return [of_rank[str(r)] for r in range(2) if str(r) in of_rank]
 
     def left(self) -> list[str]:
-        """What should not be there: processes, temporary files, names in shared memory, half a result."""
+        """What is still there after some seconds and should not be."""
         until = time.monotonic() + GRACE
-        while (alive := self.processes()) and time.monotonic() < until:
+        while (found := self._left_now()) and time.monotonic() < until:
             time.sleep(0.05)
-        found = [f"process {pid} {line[-80:]!r}" for pid, line in alive.items()]
+        return found
+
+    def _left_now(self) -> list[str]:
+        """Processes, temporary files, names in shared memory, half a result."""
+        found = [f"process {pid} {line[-80:]!r}" for pid, line in self.processes().items()]
         found += [f"tmp/{p.name}" for p in (self.folder / "tmp").iterdir() if not p.name.startswith(TORCHS)]
         found += [f"/dev/shm/{name}" for name in set(shared_names()) - self.before]
         found += [f"out/{p.name}" for p in (self.folder / "out").iterdir() if p != self.output]
-        found += [f"half of {p.name}" for p in self.folder.rglob("*") if p.suffix in (".json", ".toml") and not whole(p)]
-        return found
+        return found + [f"half of {p.name}" for p in self.folder.rglob("*") if p.suffix in (".json", ".toml") and not whole(p)]
 
 
 def shared_names() -> list[str]:

@@ -11,6 +11,8 @@ import io
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
@@ -19,6 +21,8 @@ from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.runtime.peers import end_with_torchrun, first_to_speak, lost_rank, started_by_torchrun
 
 OURS, INTERRUPTED = 70, 130
+LATER_SECONDS = 0.05  # until an interrupt is tried again
+GRACE_SECONDS = 3.0  # for a rank to end by itself; torchrun gives it thirty
 _signals: list[str] = []  # the names of those that asked this process to end
 
 
@@ -40,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     code = run(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # too late to change anything
+    if _signals:  # Python would end by SIGINT if the interrupt came within an exec, and half-loaded libraries may not end well
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -51,7 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _listen()
         _prepare_standard_files()
         if started_by_torchrun():
-            end_with_torchrun()
+            _end_under_torchrun()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of every block older than itself
         code = _command(arguments)
         sys.stdout.flush()
@@ -89,8 +96,44 @@ def _listen() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise; but not within an import: what torch's libraries run while they are loaded aborts the process on an exception."""
     _signals.append(signal.Signals(number).name)
+    if _importing(frame):
+        signal.signal(signal.SIGALRM, _interrupt_later)
+        signal.setitimer(signal.ITIMER_REAL, LATER_SECONDS)
+        return
     raise KeyboardInterrupt
+
+
+def _interrupt_later(number: int, frame: FrameType | None) -> None:
+    if not _importing(frame):
+        raise KeyboardInterrupt
+    signal.setitimer(signal.ITIMER_REAL, LATER_SECONDS)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_under_torchrun() -> None:
+    """End with torchrun, and when it asks for an end: a rank that waits for another in C++ runs no handler of Python's, and
+    would be killed without a word. A thread that hears of signals at once gives it some seconds."""
+    end_with_torchrun()
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=_end_after_signal, args=(heard,), name="fourfold-signals", daemon=True).start()
+
+
+def _end_after_signal(heard: int) -> None:
+    while os.read(heard, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
+        continue
+    time.sleep(GRACE_SECONDS)
+    os._exit(_interrupted())
 
 
 def _prepare_standard_files() -> None:
