@@ -7,7 +7,7 @@ DEMO   := build/demo
 MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy reproduce fuzz verify-all clean
+.PHONY: help setup demo test check bench accuracy reproduce fuzz verify-all faults clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -61,6 +61,9 @@ fuzz: setup  ## 22,000 damaged plans, clusters and records: each valid, or refus
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
 	@$(BIN)/python tests/verify_all.py
+
+faults: setup  ## ranks, parents and torchrun killed, stopped, terminated and interrupted, sixty times (about a quarter of an hour)
+	@$(BIN)/python tests/faults.py
 
 clean:  ## remove what was built and cached, but not .venv
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -29,6 +29,17 @@ def good(width: int = 3, bias: bool = True, rate: float = 0.5, kind: str = "a"):
 def raises():
     raise RuntimeError("no weights here\\nsecond line")
 
+def leaves():
+    import sys
+    sys.exit(7)
+
+class Leaving(nn.Module):
+    def forward(self, x):
+        raise SystemExit("enough")
+
+def leaving():
+    return nn.Sequential(nn.Linear(3, 3), Leaving()), (x,)
+
 def nothing():
     pass
 
@@ -252,6 +263,7 @@ def test_a_model_of_fixed_batch_is_refused_in_micro_batches(refused: Callable[..
         ("good,rate=fast", "must be a number"),
         ("needs", "needs size"),
         ("raises", "raised RuntimeError: no weights here second line"),
+        ("leaves", "nets.py:leaves called sys.exit(7); return (module, inputs) instead"),
         ("nothing", "returned None; return (module, inputs)"),
         ("three", "returned a tuple of 3; return (module, inputs)"),
         ("no_module", "returned a str as the module"),
@@ -266,6 +278,16 @@ def test_a_factory_is_named_with_what_it_did(refused: Callable[..., str], factor
     line = refused("inspect", f"{factories}:{factory}")
     assert said in line
     assert "nets.py" in line or "loss" in line
+
+
+def test_a_model_that_exits_is_an_error(refused: Callable[..., str], factories: str) -> None:
+    assert "the model's code called sys.exit('enough')" in refused("inspect", f"{factories}:leaving")
+
+
+def test_a_time_limit_that_is_no_number_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOURFOLD_TIMEOUT", "soon")
+    line = refused("train", SMALL, "--strategy", "data", "--ranks", "2", "--no-predict")
+    assert "FOURFOLD_TIMEOUT is 'soon'; give the seconds" in line
 
 
 def test_a_broken_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -456,7 +478,7 @@ def test_a_killed_rank_ends_the_run_with_code_3(endless: subprocess.Popen[str]) 
     code, lines = ended(endless, workers)
     assert code == 3
     assert len(lines) == 1
-    assert "died (signal SIGKILL" in lines[0]
+    assert "rank 1 died (signal SIGKILL" in lines[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

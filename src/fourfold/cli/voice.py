@@ -1,18 +1,41 @@
 """What a command says while it works and when it is done.
 
-With `--json`, stdout carries one object and nothing else: whatever a user's factory prints goes to stderr. Progress goes to
-stderr, and only to a terminal. Under torchrun only the first rank speaks.
+With `--json`, stdout carries one object and nothing else: whatever a user's factory prints goes to stderr, from C or by a
+process of its own too. Progress goes to stderr, and only to a terminal. Under torchrun only the first rank speaks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what is written to stdout to stderr: by Python, by C, and by processes started meanwhile."""
+    _flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush()
+        os.dup2(own, 1)
+        os.close(own)
+
+
+def _flush() -> None:
+    """Write out what Python and C hold back for stdout; what it cannot take is said when the answer is written."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +61,14 @@ class Voice:
             console().print(text())
 
     def line(self, text: str) -> None:
-        """A line for people, at once."""
+        """A line for people, at once. A full disk does not end the work: it is named when the command is done."""
         if not self.json and not self.silent:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:
+                raise
+            except OSError:
+                return
 
     def note(self, text: str) -> None:
         """A line that people should see beside the result, on stderr, with --json too."""
@@ -50,7 +78,7 @@ class Voice:
     @contextlib.contextmanager
     def counting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
         """A bar that fills: the value takes the words, how many are done, and of how many."""
-        with contextlib.redirect_stdout(sys.stderr) if self.json or self.silent else contextlib.nullcontext():
+        with _stdout_to_stderr() if self.json or self.silent else contextlib.nullcontext():
             if self.silent or not sys.stderr.isatty():
                 yield lambda words, done, of: None
                 return
@@ -65,7 +93,7 @@ class Voice:
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[Callable[[str], None]]:
         """Shows that something is going on; the value changes the words."""
-        with contextlib.redirect_stdout(sys.stderr) if self.json or self.silent else contextlib.nullcontext():
+        with _stdout_to_stderr() if self.json or self.silent else contextlib.nullcontext():
             if self.silent or not sys.stderr.isatty():
                 yield lambda words: None
                 return

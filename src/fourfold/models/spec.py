@@ -76,6 +76,8 @@ def _called(source: _Source, given: Mapping[str, Any], *, meta: bool) -> Any:
     try:
         with torch.device("meta") if meta and source.built_in else nullcontext():
             return source.factory(**given)
+    except SystemExit as error:
+        raise InvalidInput(f"{source.name} called sys.exit({error.code!r}); return (module, inputs) instead") from error
     except Exception as error:
         told = f"{type(error).__name__}: " if not (source.built_in and isinstance(error, ValueError)) else ""
         raise InvalidInput(f"{source.name} raised {told}{error}" if told else f"{source.name}: {error}") from error
@@ -107,7 +109,7 @@ def _named_module(place: str) -> Any:
         if error.name and place.startswith(error.name):
             raise InvalidInput(f"there is no module '{error.name}' on the path; a file is path/file.py:factory") from error
         raise InvalidInput(f"importing {place} raised {type(error).__name__}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidInput(f"importing {place} raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
@@ -124,7 +126,7 @@ def _file_module(place: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))  # so that it finds its neighbours, as when run itself
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidInput(f"loading {place} raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ from fourfold.plans import Options
 from fourfold.reproduce.hosts import hosts
 from fourfold.runtime.crew import Joined, crew, is_leader
 from fourfold.runtime.launch import Ranks
+from fourfold.runtime.scratch import temporary_paths
 from fourfold.runtime.subject import Subject, subject
 from fourfold.runtime.train import forget, holding, one_step, start
 from fourfold.runtime.trial import optimizer_named
@@ -73,8 +73,7 @@ def local(race: Race, ranks: int) -> dict[str, Outcome]:
 
 def between(race: Race, *, count: int, rate: str) -> dict[str, Outcome]:
     """The race on so many hosts; refuses where they cannot be made."""
-    with hosts(count=count, rate=rate) as each, tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        file = Path(folder, "outcome.json")
+    with hosts(count=count, rate=rate) as each, temporary_paths(1) as (file,):
         each([sys.executable, "-m", "fourfold.reproduce.race", json.dumps(asdict(race)), str(file)], timeout=600)
         found = json.loads(file.read_text())
     return {name: Outcome(seconds=tuple(data["seconds"]), held=data["held"]) for name, data in found.items()}

@@ -5,7 +5,7 @@ Batch norm exchanges a few hundred numbers fifty times each way in a step; over 
 step. A board is a piece of shared memory: every rank writes its row, then its counter; a row is read once all counters
 have reached the round. Two buffers alternate: a rank reaches round n+2 only after all have reached n+1, that is, have
 read round n. Writers' stores become visible in order on x86 alone, so other machines keep to sockets. Ranks in different
-network namespaces count as different hosts.
+network or process namespaces count as different hosts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import platform
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.errors import WorkerFailed
+from fourfold.errors import InvalidInput, WorkerFailed
+from fourfold.runtime.scratch import path_of, temporary_file
 
 CAPACITY = 64 * 1024  # bytes per rank and buffer
 _LINE = 64  # bytes: one counter per cache line
@@ -34,23 +35,20 @@ _NAP = 50e-6  # seconds
 
 
 def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
-    """Zeroed memory that all ranks of a group see, or None if they do not share a host with room for it; all must call."""
-    rank = dist.get_rank(group)
+    """Zeroed memory that all ranks of a group see, or None if they do not share a host with room for it; all must call.
+
+    The file has no name. The first rank keeps it open until the others have mapped it."""
     if len(set(hosts(group))) != 1:
         return None
-    name = [str(uuid.uuid4())]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    path = os.path.join(_FOLDER, f"fourfold-{name[0]}")
-    room = [_reserved(path, size) if rank == 0 else False]
-    dist.broadcast_object_list(room, group=group, group_src=0)
-    if not room[0]:
-        return None
-    with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), size)
-    dist.barrier(group)
-    if rank == 0:
-        os.unlink(path)  # the mappings keep it; nothing is left behind
-    return memory
+    file = _reserved(size) if dist.get_rank(group) == 0 else None
+    place = [path_of(file) if file is not None else None]
+    dist.broadcast_object_list(place, group=group, group_src=0)
+    memory = _mapped(place[0], size) if place[0] is not None else None
+    seen: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(seen, memory is not None, group=group)
+    if file is not None:
+        file.close()
+    return memory if all(seen) else None
 
 
 def hosts(group: dist.ProcessGroup) -> tuple[str, ...]:
@@ -69,24 +67,34 @@ def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _reserved(path: str, size: int) -> bool:
-    """Make the file with all its pages, so that a full memory disk is noticed now and not by a crash later."""
+def _reserved(size: int) -> IO[bytes] | None:
+    """A file with all its pages, so that a full memory disk is noticed now and not by a crash later."""
+    file = None
     try:
-        with open(path, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+        file = temporary_file(_FOLDER)
+        os.posix_fallocate(file.fileno(), 0, size)
+    except (OSError, InvalidInput):
+        if file is not None:
+            file.close()
+        return None
+    return file
+
+
+def _mapped(path: str, size: int) -> mmap.mmap | None:
+    """The first rank's file; None where it does not let this process see it."""
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), size)
     except OSError:
-        if os.path.exists(path):
-            os.unlink(path)
-        return False
-    return True
+        return None
 
 
 def host_of_this_process() -> str:
     """What ranks that can share memory have in common."""
     try:
-        namespace = os.readlink("/proc/self/ns/net")
+        namespaces = f"{os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')}"
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {namespace} {os.stat(_FOLDER).st_dev}"
+            return f"{file.read().strip()} {namespaces} {os.stat(_FOLDER).st_dev}"
     except OSError:
         return f"unknown {uuid.uuid4()}"
 

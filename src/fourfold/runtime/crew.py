@@ -6,14 +6,20 @@ computes a value on the leader and hands it to the others, and only the leader s
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from fourfold.errors import InvalidInput
+from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.plans import Plan
 from fourfold.runtime.launch import Ranks
+from fourfold.runtime.peers import lost_rank
+
+MEETING_SECONDS = 0.02  # between two looks at who has come up
 
 T = TypeVar("T")
 
@@ -36,8 +42,12 @@ class Joined:
         from fourfold.runtime.world import TIMEOUT
 
         keep_memory()
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        self.count = dist.get_world_size()
+        with _failures():
+            store, rank, self.count = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
+            store.set_timeout(TIMEOUT)
+            _meet(store, rank, self.count, TIMEOUT.total_seconds())
+            store = dist.PrefixStore("fourfold", store)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.count, timeout=TIMEOUT)
 
     def __enter__(self) -> Joined:
         return self
@@ -54,8 +64,34 @@ class Joined:
         import torch.distributed as dist
 
         answers: list[Any] = [None] * self.count
-        dist.all_gather_object(answers, function(*args))
+        with _failures():
+            dist.all_gather_object(answers, function(*args))
         return answers
+
+
+def _meet(store: Any, rank: int, count: int, timeout: float) -> None:
+    """Wait until all ranks have come up, in steps that let a signal through, and name those that have not."""
+    store.set(f"fourfold/here/{rank}", "")
+    until = time.monotonic() + timeout
+    while missing := [r for r in range(count) if not store.check([f"fourfold/here/{r}"])]:
+        if time.monotonic() > until:
+            ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise WorkerFailed(f"{ranks} of {count} did not come up within {timeout:g} s (FOURFOLD_TIMEOUT)")
+        time.sleep(MEETING_SECONDS)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """What goes wrong on a rank or between them, as an error that names the rank: the lost one, if there is, or else this."""
+    try:
+        yield
+    except WorkerFailed as error:
+        raise lost_rank() or error from None
+    except Error:
+        raise
+    except Exception as error:
+        own = WorkerFailed(f"rank {os.environ.get('RANK', 0)} failed:\n{traceback.format_exc()}")
+        raise lost_rank() or own from error
 
 
 def under_torchrun() -> bool:
@@ -91,7 +127,8 @@ def share(ranks: Ranks | Joined, compute: Callable[[], T]) -> T:
     import torch.distributed as dist
 
     box: list[Any] = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
+    with _failures():
+        dist.broadcast_object_list(box, src=0)
     value: T = box[0]
     return value
 

@@ -1,7 +1,8 @@
 """Local ranks: worker processes joined by gloo that run functions together and report the first failure.
 
-Workers are spawned once and reused. When one raises or dies, the others are stopped at once (they would wait in a
-collective for ever) and the error carries the failing rank's traceback.
+Workers are spawned once and reused. When one raises, dies or stops, the others are ended at once (they would wait in a
+collective for ever) and the error names the rank at fault, with its traceback where it has one. Workers end when their
+parent does, and what they share on disk has no name: whoever is killed, nothing is left.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import ctypes
 import multiprocessing as mp
 import multiprocessing.connection as mpc
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
-from fourfold.errors import Error, WorkerFailed
+from fourfold.errors import Error, InvalidInput, WorkerFailed
+from fourfold.runtime.processes import end_with, is_stopped
+from fourfold.runtime.scratch import path_of, temporary_file
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -32,6 +35,7 @@ _ENVIRONMENT = {
 }
 
 DEATH_SECONDS = 0.3
+LOOK_SECONDS = 0.5  # between two looks for a rank that is stopped
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of mallopt(3)
 
 
@@ -43,6 +47,18 @@ def keep_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def collective_seconds() -> float:
+    """How long a rank waits for another: FOURFOLD_TIMEOUT, or five minutes."""
+    text = os.environ.get("FOURFOLD_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise InvalidInput(f"FOURFOLD_TIMEOUT is {text!r}; give the seconds a rank waits for another, as in 300")
+    return seconds
+
+
 class Ranks:
     """A pool of `count` local ranks. ``ranks(function, *args)`` runs it on all and returns their results in rank order."""
 
@@ -50,7 +66,8 @@ class Ranks:
         self.count, self.timeout = count, timeout
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
-        self._folder = ""
+        self._store: IO[bytes] | None = None
+        self._sender: threading.Thread | None = None
 
     def __enter__(self) -> Ranks:
         return self
@@ -59,57 +76,89 @@ class Ranks:
         self.close()
 
     def _start(self) -> None:
+        collective_seconds()  # refused here, before every rank does
         context = mp.get_context("spawn")
-        self._folder = tempfile.mkdtemp(prefix="fourfold-")
-        with _interrupts_ignored(), _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
+        self._store = temporary_file()
+        link = (os.getpid(), threading.current_thread() is threading.main_thread())
+        with _interrupts_held(), _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
             for rank in range(self.count):
                 ours, theirs = context.Pipe()
-                worker = context.Process(target=_serve, args=(rank, self.count, self._folder, theirs), daemon=True)
+                arguments = (rank, self.count, path_of(self._store), theirs, *link)
+                worker = context.Process(target=_serve, args=arguments, daemon=True)
                 worker.start()
                 theirs.close()
                 self._workers.append(worker)
                 self._pipes.append(ours)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if not self._workers:
-            self._start()
         results: dict[int, Any] = {}
         try:
-            for pipe in self._pipes:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died since: its pipe says so below
-                    pipe.send((function, args))
+            if not self._workers:
+                self._start()
+            self._send([bytes(ForkingPickler.dumps((function, args))) for _ in self._pipes])
             while len(results) < self.count:
                 self._collect(results)
         except BaseException:
-            self.close()
+            self.close(at_once=True)
             raise
         return [results[rank] for rank in range(self.count)]
 
+    def _send(self, messages: list[bytes]) -> None:
+        """Hand each rank its message by a thread: one that is stopped takes nothing, and would hold us up."""
+        self._sender = threading.Thread(target=_send_all, args=(list(self._pipes), messages), daemon=True)
+        self._sender.start()
+
     def _collect(self, results: dict[int, Any]) -> None:
         waiting = {self._pipes[r]: r for r in range(self.count) if r not in results}
-        ready = mpc.wait(list(waiting), timeout=self.timeout)
-        if not ready:
-            raise WorkerFailed(f"ranks {sorted(waiting.values())} gave no answer within {self.timeout:.0f} s")
-        for pipe in ready:
+        for pipe in self._ready(waiting):
             rank = waiting[pipe]
             try:
-                kind, value = self._pipes[rank].recv()
-            except (EOFError, ConnectionResetError):
+                kind, value = pipe.recv()
+            except (EOFError, OSError):
                 raise self._death(rank) from None
-            if kind == "refused":
-                assert isinstance(value, Error)
+            if kind == "done":
+                results[rank] = value
+            elif kind == "refused" and not isinstance(value, WorkerFailed):
                 raise value
-            if kind == "failed":
+            else:
                 time.sleep(DEATH_SECONDS)  # a rank that lost its peer often speaks before the peer is known to be dead
-                dead = [r for r, worker in enumerate(self._workers) if not worker.is_alive()]
-                raise self._death(dead[0]) if dead else WorkerFailed(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+                raise self._missing() or (value if kind == "refused" else WorkerFailed(f"rank {rank} failed:\n{value}"))
+
+    def _ready(self, waiting: dict[Any, int]) -> list[Any]:
+        """The pipes of ranks that have answered or ended. Looks are counted, not seconds: where all of us are stopped and go
+        on together (Ctrl-Z), nobody is missing."""
+        begun, stopped, limit = time.monotonic(), Counter[int](), collective_seconds()
+        while not (ready := mpc.wait(list(waiting), timeout=LOOK_SECONDS)):
+            for rank in waiting.values():
+                stopped[rank] = stopped[rank] + 1 if is_stopped(self._workers[rank].pid) else 0
+            late = time.monotonic() - begun > self.timeout
+            if late or max(stopped.values()) * LOOK_SECONDS > limit:
+                ranks = ", ".join(map(str, sorted(waiting.values())))
+                what = f"rank{'s' * (len(waiting) > 1)} {ranks} gave no answer within {self.timeout:.0f} s"
+                raise self._missing() or WorkerFailed(what)
+        return ready
+
+    def _missing(self) -> WorkerFailed | None:
+        """The rank that has died, or else is stopped: whoever complains may only have waited for it."""
+        for rank, worker in enumerate(self._workers):
+            if not worker.is_alive():
+                return self._death(rank)
+        for rank, worker in enumerate(self._workers):
+            if is_stopped(worker.pid):
+                waited = f"the others waited {min(collective_seconds(), self.timeout):g} s for it (FOURFOLD_TIMEOUT)"
+                return WorkerFailed(f"rank {rank} (process {worker.pid}) is stopped; {waited}")
+        return None
 
     def _death(self, rank: int) -> WorkerFailed:
         self._workers[rank].join(5)
         return WorkerFailed(f"rank {rank} died ({_ending(self._workers[rank].exitcode)}); the others were stopped")
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
+        """End the workers; those that wait for work end by themselves, unless it must be at once."""
+        for worker in self._workers if at_once else ():
+            worker.kill()
+        if self._sender is not None:
+            self._sender.join(5)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -118,8 +167,16 @@ class Ranks:
             if worker.is_alive():
                 worker.kill()
             worker.join(5)
-        self._workers, self._pipes = [], []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._workers, self._pipes, self._sender = [], [], None
+        if self._store is not None:
+            with contextlib.suppress(FileNotFoundError):  # where it has a name, the last rank may have removed it
+                self._store.close()
+
+
+def _send_all(pipes: list[Any], messages: list[bytes]) -> None:
+    for pipe, message in zip(pipes, messages, strict=True):
+        with contextlib.suppress(OSError):  # that rank has died: its pipe says so to whoever reads
+            pipe.send_bytes(message)
 
 
 def _ending(code: int | None) -> str:
@@ -129,16 +186,14 @@ def _ending(code: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches the whole group of processes; started like this, workers leave it to the parent, which ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C reaches the whole group of processes. Workers begin with it blocked, and leave it to the parent, which ends them;
+    one that comes meanwhile reaches the parent afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -155,18 +210,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def _serve(rank: int, count: int, folder: str, pipe: Any) -> None:
+def _serve(rank: int, count: int, store: str, pipe: Any, parent: int, by_signal: bool) -> None:
     """A worker's life: join the group, then run what comes until the parent is gone."""
-    import torch
-    import torch.distributed as dist
-
-    from fourfold.runtime.world import TIMEOUT
-
-    torch.set_num_threads(1)
+    end_with(parent, by_signal=by_signal)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    store = dist.FileStore(  # type: ignore[attr-defined]
-        os.path.join(folder, "store"), count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+    joined = _answered(_join, (rank, count, store))
     while True:
         try:
             function, args = pipe.recv()
@@ -174,16 +224,38 @@ def _serve(rank: int, count: int, folder: str, pipe: Any) -> None:
             os._exit(0)
         except BaseException:
             function, args = _raise, (traceback.format_exc(),)
-        try:
-            answer = ("done", function(*args))
-        except Error as error:
-            answer = ("refused", error)
-        except BaseException:
-            answer = ("failed", traceback.format_exc())
-        try:
-            pipe.send(answer)
-        except (BrokenPipeError, OSError):
-            os._exit(0)
+        _reply(pipe, _answered(function, args) if joined[0] == "done" else joined)
+
+
+def _join(rank: int, count: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fourfold.runtime.world import TIMEOUT
+
+    torch.set_num_threads(1)
+    shared = dist.FileStore(store, count)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=TIMEOUT)
+
+
+def _answered(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return ("done", function(*args))
+    except Error as error:
+        return ("refused", error)
+    except BaseException:
+        return ("failed", traceback.format_exc())
+
+
+def _reply(pipe: Any, answer: tuple[str, Any]) -> None:
+    try:
+        message = ForkingPickler.dumps(answer)
+    except Exception:
+        message = ForkingPickler.dumps(("failed", traceback.format_exc()))
+    try:
+        pipe.send_bytes(message)
+    except OSError:
+        os._exit(0)
 
 
 def _raise(text: str) -> None:

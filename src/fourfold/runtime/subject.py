@@ -16,6 +16,7 @@ from fourfold.models.spec import Case, build
 from fourfold.plans import Options, Plan
 from fourfold.plans.sketch import Sketch
 from fourfold.runtime.parallel import signature_of
+from fourfold.runtime.scratch import writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,5 +71,6 @@ def save_data(case: Case, path: Path, examples: list[Tensor] | None = None) -> d
     """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
     also the answer."""
     state = {key: tensor.detach().clone() for key, tensor in stored_tensors(case).items()}
-    torch.save({"state": state, "inputs": [t.detach() for t in case.tensors], "examples": examples}, path)
+    with writing("the model's state and data"):
+        torch.save({"state": state, "inputs": [t.detach() for t in case.tensors], "examples": examples}, path)
     return state

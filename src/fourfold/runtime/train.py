@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from fourfold.runtime.crew import Crew
 from fourfold.runtime.datasets import SYNTHETIC, dataset
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.measure import Measured, measure, waiting
+from fourfold.runtime.scratch import temporary_paths
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import Task, optimizer_named, runner
 from fourfold.timeline import Timeline
@@ -104,8 +103,7 @@ def start(
     data: str = SYNTHETIC, name: str = NOW,
 ) -> None:  # fmt: skip
     """Let the ranks begin to train by a plan; under different names several can take turns."""
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        file = Path(folder, "data.pt")
+    with temporary_paths(1) as (file,):
         save_data(subject.case, file, dataset(data, subject))
         task = Task(graph=subject.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer)
         ranks(begin, task, seed, name)

@@ -25,6 +25,7 @@ from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
 from fourfold.runtime.measure import measure
 from fourfold.runtime.pipeline import Runner
+from fourfold.runtime.scratch import writing
 from fourfold.runtime.whole import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.world import World
 
@@ -92,7 +93,8 @@ def run_task(task: Task) -> dict[str, Any]:
     data = torch.load(task.data, mmap=True, weights_only=True)
     trial = run_trial(task, data["state"], data["inputs"])
     if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
-        save_trial(trial, task.result)
+        with writing("what the ranks computed"):
+            save_trial(trial, task.result)
     return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
 
 

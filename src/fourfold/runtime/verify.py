@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from fourfold.runtime.compare import Distances, Worst, first_bad
 from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.measure import waiting
 from fourfold.runtime.reference import Reference
+from fourfold.runtime.scratch import temporary_paths
 from fourfold.runtime.subject import Subject, save_data
 from fourfold.runtime.trial import PRECISIONS, Task, Trial, load_trial, optimizer_named, run_task
 
@@ -103,8 +103,7 @@ def verify(
     program = pipeline(subject.graph, plan)
     check_runnable(plan)
     reference = reference.matching(plan)
-    with tempfile.TemporaryDirectory(prefix="fourfold-", dir=folder) as temporary:
-        data, result = Path(temporary, "data.pt"), Path(temporary, "trial.pt")
+    with temporary_paths(2, folder) as (data, result):
         save_data(subject.case, data)
         task = Task(
             graph=subject.graph,
@@ -118,7 +117,7 @@ def verify(
         )
         say(f"running {reference.steps} steps on {ranks.count} ranks")
         facts = ranks(run_task, task)
-        if not result.exists():
+        if not result.stat().st_size:
             return None
         got = load_trial(str(result))
     say("running the reference on one process")

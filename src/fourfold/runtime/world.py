@@ -17,13 +17,13 @@ from torch import Tensor
 from fourfold.errors import InvalidInput
 from fourfold.plans.mesh import Mesh
 from fourfold.runtime.board import CAPACITY, Board, hosts
-from fourfold.runtime.launch import keep_memory
+from fourfold.runtime.launch import collective_seconds, keep_memory
 
 # newer torch renamed these two; the old names still work there, with a warning
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("FOURFOLD_TIMEOUT", "300")))
+TIMEOUT = datetime.timedelta(seconds=collective_seconds())
 
 
 class World:
