@@ -158,7 +158,7 @@ class Plan:
         if self.graph != graph.hash:
             raise StalePlan(
                 f"the plan was made for graph {self.graph}{f' ({self.model})' if self.model else ''}, this model is "
-                f"{graph.hash}; plan it again"
+                f"{graph.hash}; plan it again, and if that does not help, look for a forward that changes from call to call"
             )
         if graph.batch is not None and graph.batch != self.batch:
             raise InvalidInput(f"the model fixes its batch at {graph.batch}, the plan says {self.batch}; use {graph.batch}")

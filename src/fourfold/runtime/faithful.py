@@ -46,8 +46,9 @@ def refuse_unfaithful(subject: Subject) -> str | None:
 
 def _too_large(subject: Subject) -> str | None:
     graph = subject.graph
-    if any(tensor.is_meta for tensor in (*stored_tensors(subject.case).values(), *subject.case.tensors)):
-        return "the module is on meta"
+    devices = {tensor.device.type for tensor in (*stored_tensors(subject.case).values(), *subject.case.tensors)}
+    if devices - {"cpu"}:
+        return f"the module is on {', '.join(sorted(devices - {'cpu'}))}, and it is compared on processors only"
     concrete = graph.at(graph.batch or min(_SAMPLES, subject.batch))
     flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
     if flops > MOST_FLOPS:

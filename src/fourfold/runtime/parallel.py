@@ -63,17 +63,17 @@ def parallelize(
         graph = capture(model, *_examples(plan, model), loss)
         plan.check(graph)
         if check:
-            _check_faithful(model, plan, graph, loss)
+            _check_faithful(model, plan, graph, loss, device or torch.device("cpu"))
     return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
 
 
-def _check_faithful(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> None:
+def _check_faithful(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None, device: torch.device) -> None:
     """The first rank compares the captured graph with the module, and all learn what it found."""
     from fourfold.models.spec import Case
     from fourfold.runtime.faithful import made_up, refuse_unfaithful
     from fourfold.runtime.subject import Subject
 
-    World.started(Mesh.of(all=plan.size), torch.device("cpu"))
+    World.started(Mesh.of(all=plan.size), device)
     answer: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         generator = torch.Generator().manual_seed(0)
