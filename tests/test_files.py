@@ -223,7 +223,7 @@ def test_a_damaged_calibration_stops_no_run(command: list[str], capsys: pytest.C
         out, err = capsys.readouterr()
         assert json.loads(out)["predicted_seconds"] is None
         (line,) = err.splitlines()
-        assert line.startswith(f"fourfold: no prediction is made: the calibration {path} is damaged: its content hash is off")
+        assert line.startswith(f"fourfold: no prediction is made: the calibration {path} cannot be used: it has no")
         assert run(["plan", SMALL, "--strategy", "data", "--devices", "2", "--cluster", "local"]) == 2
         assert "run `fourfold calibrate --ranks 2` again or delete it" in capsys.readouterr().err
         assert run([*command, SMALL, "--strategy", "data", "--ranks", "2", "--cluster", str(path)]) == 2

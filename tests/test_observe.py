@@ -379,3 +379,101 @@ def test_a_loss_with_tensors_of_its_own_is_trained_and_its_parameters_are_given_
     assert set(run.state_dict()) == {"weight", "bias"}
     assert set(run.loss_state_dict()) == {"scale", "weight"}
     torch.testing.assert_close(run.loss_state_dict()["scale"], loss.scale.detach())
+
+
+class Once(nn.Module):
+    """Sets itself up by the first batch, told by an attribute."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.ready = nn.Linear(4, 4), False
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.mean.copy_(x.detach().mean(0))
+            self.ready = True
+        return self.linear(x - self.mean)
+
+
+class Past(nn.Module):
+    """Keeps an activation for the next call, where there was none before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.past: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.past = self.past, x.detach()
+        return self.linear(x if before is None else x + before)
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.linear, self.generator, self.fill = nn.Linear(4, 4), generator, float("nan")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (self.generator.random() if self.generator is not None else 1)
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (Once(), "writes buffer 'mean' in its first call of forward alone"),
+        (Past(), r"carries tensors from one call of forward to the next \('past' changes\)"),
+        (OwnGenerator(random.Random(0)), "changes 'generator' in every call"),
+        (OwnGenerator(np.random.default_rng(0)), "changes 'generator' in every call"),
+    ],
+)
+def test_state_that_shows_in_the_second_call_alone_is_refused(net: nn.Module, words: str) -> None:
+    with pytest.raises(CaptureFailed, match=words):
+        capture(net, (torch.randn(6, 4),))
+    if isinstance(net, OwnGenerator) and isinstance(net.generator, random.Random):
+        assert net.generator.random() == random.Random(0).random()
+
+
+def test_an_attribute_that_is_not_a_number_has_not_changed() -> None:
+    capture(OwnGenerator(None), (torch.randn(6, 4),))
+
+
+def test_a_checkpoint_that_backward_does_not_run_again_writes_once() -> None:
+    net = Net(rerun)
+    net.linear.requires_grad_(False)
+    net.norm.requires_grad_(False)
+    whole = nn.Sequential(net, nn.Linear(4, 4)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    run = parallel(whole, [x])
+    run.step(x)
+    assert int(run.state_dict()["0.norm.num_batches_tracked"]) == 1
+
+
+def test_hooks_on_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+    try:
+        with pytest.raises(CaptureFailed, match=r"all modules have the backward hook"):
+            capture(nn.Linear(4, 4), (torch.randn(6, 4),))
+    finally:
+        handle.remove()
+
+
+def test_the_parts_of_torch_that_have_no_public_name_are_there() -> None:
+    """What capture and verify rest on: where a version of torch has moved one, this says which."""
+    from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+    from torch._subclasses.schema_check_mode import SchemaCheckMode
+    from torch.utils import checkpoint as checkpointing
+
+    assert all(map(callable, (enable_python_dispatcher, no_python_dispatcher, SchemaCheckMode)))
+    assert issubclass(checkpointing._checkpoint_hook, torch.autograd.graph.saved_tensors_hooks)
+    assert issubclass(checkpointing._recomputation_hook, torch.autograd.graph.saved_tensors_hooks)
+    assert torch._C.DispatchKey.PreDispatch is not None
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(torch.zeros(1))
+    x = Tripled.apply(torch.ones(1, requires_grad=True))
+    assert type(x.grad_fn)._forward_cls is Tripled
+    parameter = nn.Parameter(torch.ones(1))
+    assert parameter._post_accumulate_grad_hooks is None
+    assert torch.zeros(2).untyped_storage()._cdata != torch.zeros(2).untyped_storage()._cdata
+    assert nn.modules.module._global_backward_hooks is not None

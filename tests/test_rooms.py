@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 GRAPH_FILES = (
-    "graph/capture.py", "graph/attributes.py", "graph/observe.py", "graph/refusals.py", "graph/ranges.py",
+    "graph/capture.py", "graph/attributes.py", "graph/observe.py", "graph/failure.py", "graph/refusals.py", "graph/ranges.py",
     "graph/recurrence.py", "graph/walk.py", "graph/autocast.py",
 )  # fmt: skip
 WORLD_FILES = ("models/*", "runtime/*", "gauge/*", *GRAPH_FILES)

@@ -75,7 +75,7 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 def _is_special(path: Path) -> bool:
     """A device, a pipe, or another name for what a process has open."""
-    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
+    if str(path).startswith(("/dev/std", "/dev/fd/", "/proc/")):
         return True
     with suppress(FileNotFoundError):
         return not stat.S_ISREG(path.stat().st_mode)

@@ -17,7 +17,7 @@ from fourfold.planner import Ranking, Task, search
 from fourfold.plans import Options, Plan, named
 from fourfold.report.ranking import ranking_text
 from fourfold.report.text import console
-from fourfold.runtime.parallel import signed
+from fourfold.runtime.signature import signed
 
 SHOWN = 8  # plans of a ranking
 

@@ -177,7 +177,7 @@ def verify(
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
-            _check_capture(team, seen, voice, say, noted=False)
+            _check_capture(seen, voice, say, noted=False)
             said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
@@ -231,7 +231,7 @@ def train(
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
-            _check_capture(team, seen, voice, say)
+            _check_capture(seen, voice, say)
             said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
             say(f"starting {made.size} ranks")
 
@@ -253,26 +253,14 @@ def train(
     return 1
 
 
-def _check_capture(
-    team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True
-) -> None:
+def _check_capture(seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True) -> None:
     """Two steps of the captured graph against eager PyTorch, on one process for all. `noted`: say so where it was not done."""
-    from fourfold.errors import CaptureFailed
-    from fourfold.runtime.crew import share
-    from fourfold.runtime.faithful import refuse_unfaithful
-
-    def found() -> str | CaptureFailed | None:
-        try:
-            return refuse_unfaithful(seen)
-        except CaptureFailed as error:
-            return error
+    from fourfold.runtime.faithful import refuse_together
 
     say("comparing what was captured with eager PyTorch")
-    answer = share(team, found)
-    if isinstance(answer, CaptureFailed):
-        raise answer
-    if answer is not None and noted:
-        voice.note(answer)
+    reason = refuse_together(lambda: seen)
+    if reason is not None and noted:
+        voice.note(reason)
 
 
 def _foretold(

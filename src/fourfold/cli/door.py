@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
@@ -22,6 +23,7 @@ from fourfold.runtime.peers import end_with_torchrun, first_to_speak, lost_rank,
 
 OURS, INTERRUPTED = 70, 130
 LATER_SECONDS = 0.05  # until an interrupt is tried again
+IMPORT_SECONDS = 20.0  # that an import may take to end before it is interrupted nevertheless
 GRACE_SECONDS = 3.0  # for a rank to end by itself; torchrun gives it thirty
 _signals: list[str] = []  # the names of those that asked this process to end
 
@@ -61,7 +63,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
             _end_under_torchrun()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of every block older than itself
         code = _command(arguments)
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # the reader of our output has gone: the result is still the result
+            sys.stdout.flush()
+        if isinstance(Stdout.trouble, BrokenPipeError):
+            _give_up_stdout()
+            return code
         return code if Stdout.trouble is None else _told(Stdout.trouble)
     except KeyboardInterrupt:
         return _interrupted()
@@ -98,15 +104,16 @@ def _listen() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise; but not within an import: what torch's libraries run while they are loaded aborts the process on an exception."""
     _signals.append(signal.Signals(number).name)
-    if _importing(frame):
-        signal.signal(signal.SIGALRM, _interrupt_later)
+    if _importing(frame) and len(_signals) == 1:  # whoever asks again means it
+        last = time.monotonic() + IMPORT_SECONDS
+        signal.signal(signal.SIGALRM, partial(_interrupt_later, last))
         signal.setitimer(signal.ITIMER_REAL, LATER_SECONDS)
         return
     raise KeyboardInterrupt
 
 
-def _interrupt_later(number: int, frame: FrameType | None) -> None:
-    if not _importing(frame):
+def _interrupt_later(last: float, number: int, frame: FrameType | None) -> None:
+    if not _importing(frame) or time.monotonic() > last:
         raise KeyboardInterrupt
     signal.setitimer(signal.ITIMER_REAL, LATER_SECONDS)
 
@@ -154,7 +161,7 @@ def _told(error: Exception) -> int:
     """Say an error in one line; the result is its exit code."""
     import typer
 
-    if isinstance(error, BrokenPipeError):  # the reader of our output has gone: nothing left to say
+    if isinstance(error, BrokenPipeError) and error is Stdout.trouble:  # the reader of our output has gone: nothing to say
         _give_up_stdout()
         return 0
     if _signals or isinstance(error, typer.Abort):  # what a KeyboardInterrupt became on its way

@@ -2,7 +2,7 @@
 
 The folder is FOURFOLD_CACHE if that is set, else `fourfold` in the user's cache. Everything in it can be deleted: it is then
 measured or captured again. Its files are data with a format version and a content hash; where either is off they count as
-missing.
+missing, but for calibrations, which are refused with what to do: they take minutes to measure, and plans depend on them.
 """
 
 from __future__ import annotations

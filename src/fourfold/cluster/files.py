@@ -51,13 +51,15 @@ def load_calibration(path: Path, ranks: int) -> Cluster:
     by assumptions instead would be another answer."""
     try:
         seal, _, text = read_text(path, most=MOST_BYTES).partition("\n")
+        if not seal.startswith(_SEAL):
+            raise InvalidInput("it has no content hash, as those of an earlier Fourfold have none")
         if seal != _SEAL + _hash(text):
             raise InvalidInput("its content hash is off")
         return load_cluster(path)
     except (OSError, Error) as error:
         why = str(error).removeprefix(f"{path}: ")
-        raise Damaged(f"the calibration {path} is damaged: {why}; run `fourfold calibrate --ranks {ranks}` again or delete it"
-                      ) from None  # fmt: skip
+        remedy = f"run `fourfold calibrate --ranks {ranks}` again or delete it"
+        raise Damaged(f"the calibration {path} cannot be used: {why}; {remedy}") from None
 
 
 def _hash(text: str) -> str:

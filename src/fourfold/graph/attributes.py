@@ -1,23 +1,27 @@
 """The attributes of a module around a call: put back as they were, and compared.
 
 Modules keep more than parameters and buffers: counters, caches, lists of heads that several submodules share. A trace writes
-into them, and torch.export puts copies back where objects were shared. `unchanged` restores the very objects, with the contents
-they had. `plain_state` is what can be compared of them: numbers, texts and the shape of containers, not tensors.
+into them, and torch.export puts copies back where objects were shared. `unchanged` restores the very objects: containers
+with the contents they had, random generators in the state they had. `plain_state` is what can be compared of them: numbers,
+texts, generators and the shape of containers, not tensors.
 """
 
 from __future__ import annotations
 
 import enum
+import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 _DEPTH = 6  # containers within containers
 
@@ -42,20 +46,39 @@ def unchanged(root: nn.Module) -> Iterator[None]:
 def _remember(values: list[Any], contents: dict[int, tuple[Any, Any]], depth: int) -> None:
     """Copy the contents of containers, and of those in them."""
     for value in values:
-        if isinstance(value, _CONTAINERS) and id(value) not in contents:
+        if isinstance(value, _GENERATORS):
+            contents[id(value)] = (value, generator_state(value))
+        elif isinstance(value, _CONTAINERS) and id(value) not in contents:
             contents[id(value)] = (value, value.copy())
         elif not isinstance(value, tuple):
             continue
-        if depth:
+        if depth and not isinstance(value, _GENERATORS):
             _remember(list(value.values() if isinstance(value, dict) else value), contents, depth - 1)
 
 
 def _refill(container: Any, kept: Any) -> None:
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(kept)
-    else:
-        container.update(kept)
+    if isinstance(container, random.Random):
+        container.setstate(kept)
+    elif isinstance(container, np.random.Generator):
+        container.bit_generator.state = kept
+    elif isinstance(container, np.random.RandomState):
+        container.set_state(kept)
+    elif not _same_items(container, kept):  # one that nobody changed may be read-only
+        container.clear()
+        container.extend(kept) if isinstance(container, (list, deque)) else container.update(kept)
+
+
+def _same_items(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return list(map(id, one)) == list(map(id, two)) and list(map(id, one.values())) == list(map(id, two.values()))
+    return {*map(id, one)} == {*map(id, two)} if isinstance(one, set) else list(map(id, one)) == list(map(id, two))
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a random generator of Python's or NumPy's."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
 def plain_state(root: nn.Module) -> dict[str, Any]:
@@ -71,6 +94,10 @@ def plain_state(root: nn.Module) -> dict[str, Any]:
 def _fingerprint(value: Any, depth: int) -> Any:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(value)
+    if isinstance(value, _GENERATORS):
+        return repr(generator_state(value))
+    if isinstance(value, float):
+        return repr(value)  # NaN is not equal to itself
     if isinstance(value, _PLAIN):
         return value
     if depth and isinstance(value, dict):

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
 from fourfold.graph.attributes import unchanged
+from fourfold.graph.failure import explained
 from fourfold.graph.observe import Observer
 from fourfold.graph.ranges import KnownRanges
 from fourfold.graph.recurrence import by_shapes
@@ -64,15 +64,15 @@ def batch_of(inputs: Inputs) -> int:
 
 
 class _Observed(WithLoss):
-    """Model and loss, watched; `times` calls of forward, of which the last counts."""
+    """Model and loss, watched, called once for each pair of inputs and targets; the last result counts."""
 
-    def __init__(self, whole: WithLoss, observer: Observer, times: int = 1) -> None:
+    def __init__(self, whole: WithLoss, observer: Observer) -> None:
         super().__init__(whole.model, whole.loss)
-        self._observer, self._times = observer, times
+        self._observer = observer
 
-    def forward(self, inputs: Any, targets: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
-        for _ in range(self._times):
-            result = self._observer.call(self, lambda: WithLoss.forward(self, inputs, targets))
+    def forward(self, *pairs: Any) -> tuple[Tensor, Any]:
+        for inputs, targets in pairs:
+            result = self._observer.call(self, partial(WithLoss.forward, self, inputs, targets))
         return result
 
 
@@ -129,8 +129,11 @@ def _captured(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, d
 def _refuse_state(
     whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], seen: Observer, constants: Any, *, dynamic: bool
 ) -> None:
-    """Refuse attributes that carry something from one call of forward to the next: the captured program has none of them. What
-    changes in the first call and not in the second, as a cache does, carries nothing."""
+    """Refuse attributes that carry something from one call of forward to the next: the captured program has none of them.
+
+    Where one changed, two calls are traced, each with inputs of its own. A cache changes in the first call alone, what it
+    holds does not depend on the first inputs, and both calls write the same buffers.
+    """
     name, baked = type(whole.model).__name__, {id(tensor) for tensor in constants}
     remedy = "keep it in a registered buffer, or outside of forward"
     for key, tensor in seen.replaced.items():
@@ -140,10 +143,29 @@ def _refuse_state(
         return
     again = Observer(differentiated=False)
     with unchanged(whole):
-        _export(whole, inputs, targets, again, dynamic=dynamic, times=2)
+        exported = _export(whole, inputs, targets, again, dynamic=dynamic, times=2)
+    if again.written != seen.written:
+        key = _shown(min(again.written ^ seen.written))
+        raise CaptureFailed(f"{name} writes buffer '{key}' in its first call of forward alone; do that before training")
+    if _reads_first_inputs(exported, len(pytree.tree_leaves((inputs, targets)))):
+        changed = ", ".join(f"'{_shown(key)}'" for key in seen.changed[:3])
+        raise CaptureFailed(f"{name} carries tensors from one call of forward to the next ({changed} changes); {remedy}")
     if again.changed:
         changed = _shown(again.changed[0])
         raise CaptureFailed(f"{name} changes '{changed}' in every call of forward, and capture would freeze it; {remedy}")
+
+
+def _reads_first_inputs(exported: Any, count: int) -> bool:
+    """Whether the result of the second of two calls depends on the inputs and targets of the first, so many tensors."""
+    places = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    given = [n for n, s in zip(places, exported.graph_signature.input_specs, strict=True) if s.kind.name == "USER_INPUT"]
+    left, seen = list(exported.graph.output_node().all_input_nodes), set()
+    while left:
+        node = left.pop()
+        if node not in seen and not isinstance(node.meta.get("val"), (int, torch.SymInt)):  # all batches have the same size
+            seen.add(node)
+            left += node.all_input_nodes
+    return bool(seen & set(given[:count]))
 
 
 def _shown(key: str) -> str:
@@ -163,20 +185,20 @@ def _export(
         return torch.zeros(lead + tuple(tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
     dim = torch.export.Dim("batch", min=2, max=1 << 40)
-    args = pytree.tree_map(example, (inputs, targets))
-    shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, (inputs, targets))
-    observed = _Observed(whole, observer, times)
+    args = tuple(pytree.tree_map(example, (inputs, targets)) for _ in range(times))
+    shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, ((inputs, targets),) * times)
+    observed = _Observed(whole, observer)
     try:
         with (
             warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()),
             by_shapes(), KnownRanges(), observer.watching(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
-            return torch.export.export(observed, args, dynamic_shapes=shapes if dynamic else None, strict=False)
+            return torch.export.export(observed, args, dynamic_shapes=(shapes,) if dynamic else None, strict=False)
     except CaptureFailed:
         raise
     except Exception as error:
-        raise CaptureFailed(_explained(whole.model, error)) from error
+        raise CaptureFailed(explained(whole.model, error)) from error
 
 
 @contextlib.contextmanager
@@ -192,46 +214,6 @@ def _without_logs() -> Iterator[None]:
 
 def _batched(tensor: Tensor, batch: int) -> bool:
     return tensor.dim() > 0 and int(tensor.shape[0]) == batch
-
-
-_ROOTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-"""The folders of code that is not the user's."""
-
-
-def _explained(model: nn.Module, error: Exception) -> str:
-    """One line: what failed, at which line of the user's code, and what to do about it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.line and not f.filename.startswith(_ROOTS)]
-    frames = [f for f in frames if f.filename != contextlib.__file__]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
-    reason = " ".join((str(error).strip() or type(error).__name__).split())
-    scripted = next((f"module '{path}'" for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
-    if scripted is not None:
-        return f"{type(model).__name__} cannot be exported{where}: {scripted} is scripted by torch.jit; use the plain module"
-    hint = next((hint for sign, hint in _HINTS.items() if sign in f"{type(error).__name__} {reason}"), _HINT)
-    return f"{type(model).__name__} cannot be exported{where}: {_shortened(reason)}; {hint}"
-
-
-_HINT = "it must run in eager PyTorch on inputs of these shapes, and its shapes must not depend on values"
-_VALUES = "avoid .item(), .numpy() and control flow that depends on values in forward"
-_HINTS = {
-    "data-dependent": _VALUES,
-    "DataDependent": _VALUES,
-    ".numpy() is not supported": _VALUES,
-    "fake tensor in the exported program": "forward reads or writes a weight's or buffer's .data; use .detach(), or write "
-    "under torch.no_grad()",
-    "is not a known type": "register it by torch.export.register_dataclass, or return a tuple or a dict",
-    "for index": "if the loss wants class labels, give it targets of int64",
-    "expected scalar type Long": "if the loss wants class labels, give it targets of int64",
-}
-"""What to do, by what torch says."""
-
-
-def _shortened(text: str, most: int = 200) -> str:
-    """The first sentences of a text, or its first words."""
-    if len(text) <= most:
-        return text
-    sentences = text[:most].rpartition(". ")[0]
-    return sentences or f"{text[:most].rpartition(' ')[0]} ..."
 
 
 def _graph(
@@ -302,6 +284,9 @@ def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
     for k, op in enumerate(builder.ops):
         args = op.args
         if op.target.startswith(("aten.batch_norm", "aten.instance_norm")) and args[5] and set(op.operands) & set(buffers):
+            if not set(op.operands) & set(left):
+                raise CaptureFailed(f"{op.path} updates statistics that torch.utils.checkpoint has updated already; leave the "
+                                    "checkpoint out and recompute by the plan")  # fmt: skip
             builder.ops[k] = replace(op, args=(*args[:6], 1 - (1 - args[6]) ** 2, *args[7:]))
             for name in op.operands:
                 left.pop(name, None)

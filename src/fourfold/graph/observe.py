@@ -45,6 +45,7 @@ class Observer(TorchFunctionMode):
         self.differentiated = differentiated
         self.functions: list[type] = []  # custom autograd Functions
         self.hooks: list[str] = []
+        self.written: set[str] = set()  # buffers that the last call wrote in place or bound anew
         self.written_twice: set[str] = set()  # buffers written inside torch.utils.checkpoint
         self.changed: list[str] = []  # plain attributes that the last call changed
         self.replaced: dict[str, Tensor] = {}  # tensors it put another in the place of, by the attribute's name
@@ -80,15 +81,15 @@ class Observer(TorchFunctionMode):
         with (
             patch.object(torch.autograd.Function, "apply", classmethod(watched)),
             patch.object(saved_tensors_hooks, "__enter__", entered),
-            patch.object(torch, "manual_seed", self._drawing(torch.manual_seed, "torch.manual_seed")),
-            patch.object(torch, "set_rng_state", self._drawing(torch.set_rng_state, "torch.set_rng_state")),
+            patch.object(torch, "manual_seed", self._seeding(torch.manual_seed)),
+            patch.object(torch, "set_rng_state", self._seeding(torch.set_rng_state)),
             self,
         ):
             yield
 
-    def _drawing(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _seeding(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            self.draws.append(name)
+            self.draws.append(f"sets torch's random state (torch.{function.__name__})")
             return function(*args, **kwargs)
 
         return seeded
@@ -96,16 +97,18 @@ class Observer(TorchFunctionMode):
     def call(self, whole: nn.Module, forward: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
         """One call of forward; what it did to attributes, buffers and Python's random state is kept."""
         buffers, tensors, plain = _buffers(whole), tensors_of(whole), plain_state(whole)
+        versions = {key: buffer._version for key, buffer in whole.named_buffers()}
         drawn = (random.getstate(), _numpy_state())
         with self._checkpoints(whole):
             loss, outputs = forward()
         now_drawn = (random.getstate(), _numpy_state())
         sources = zip(("random", "numpy.random"), drawn, now_drawn, strict=True)
-        self.draws += [source for source, before, after in sources if before != after]
+        self.draws += [f"draws numbers by {source}" for source, before, after in sources if before != after]
         now, tensors_now = plain_state(whole), tensors_of(whole)
         self.changed = [name for name in now if name not in plain or plain[name] != now[name]]
         self.replaced = {name: old for name, old in tensors.items() if tensors_now.get(name) is not old}
         _write_back(buffers)
+        self.written = {key for key, buffer in whole.named_buffers() if buffer._version != versions.get(key)}
         if self.differentiated:
             self.functions += _custom_functions([loss, *pytree.tree_leaves(outputs)])
         return loss, outputs
@@ -116,17 +119,27 @@ class Observer(TorchFunctionMode):
         hook = checkpointing._checkpoint_hook
         enter, leave = hook.__enter__, hook.__exit__
         versions: list[dict[str, int]] = []
+        saved: list[bool] = []  # whether backward will want anything of a part, so that it runs again
 
         def entered(mine: Any) -> Any:
             versions.append({key: b._version for key, b in whole.named_buffers()})
+            saved.append(False)
             self._depth += 1
+            depth, pack = self._depth, mine.pack_hook
+
+            def packed(tensor: Tensor) -> Any:
+                saved[depth - 1] = True
+                return pack(tensor)
+
+            mine.pack_hook = packed
             return enter(mine)
 
         def left(mine: Any, *error: Any) -> Any:
             self._depth -= 1
             before, statistics = versions.pop(), {id(t) for t in self._statistics}
+            again = saved.pop()
             for key, buffer in whole.named_buffers():
-                if buffer._version != before[key] or id(buffer) in statistics:
+                if again and (buffer._version != before[key] or id(buffer) in statistics):
                     self.written_twice.add(key)
             if not self._depth:
                 self._statistics.clear()
@@ -149,8 +162,8 @@ class Observer(TorchFunctionMode):
             raise CaptureFailed(f"{name} sets {self.hooks[0]} in forward, which capture cannot carry; change the gradients "
                                 "after backward (forward_backward) instead")  # fmt: skip
         if self.draws:
-            raise CaptureFailed(f"{name} draws numbers by {self.draws[0]} in forward, which capture would freeze; draw them "
-                                "by torch without a seed, or pass them in as inputs")  # fmt: skip
+            raise CaptureFailed(f"{name} {self.draws[0]} in forward, which capture would freeze; draw numbers by torch "
+                                "without a seed, or pass them in as inputs")  # fmt: skip
 
 
 def _write_back(before: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]) -> None:

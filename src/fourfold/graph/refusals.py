@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -19,14 +20,15 @@ _REMEDY = "remove it, and change the gradients after backward (forward_backward)
 
 def refuse_hooks(whole: nn.Module) -> None:
     """Refuse hooks that change gradients and hang on modules or parameters, where no trace sees them."""
+    for hook in (*modules._global_backward_hooks.values(), *modules._global_backward_pre_hooks.values()):
+        raise CaptureFailed(f"all modules have the backward hook {hook_name(hook)}, which capture cannot carry; {_REMEDY}")
     for path, module in whole.named_modules():
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
             for hook in hooks.values():
                 what = f"{_module_name(path, module)} has the backward hook {hook_name(hook)}"
                 raise CaptureFailed(f"{what}, which capture cannot carry; {_REMEDY}")
     for key, parameter in whole.named_parameters():
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        for hook in [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]:
+        for hook in [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]:
             what = f"parameter '{_shown(key)}' has the hook {hook_name(hook)}"
             raise CaptureFailed(f"{what}, which capture cannot carry; {_REMEDY}")
 

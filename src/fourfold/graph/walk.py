@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
+from fourfold.graph.failure import users_line
 from fourfold.graph.spec import Constant, Device, Dtype, Op, Ref, Size, TensorSpec
 
 _DROPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
@@ -46,7 +46,7 @@ class Walk:
                 try:
                     env[node] = self._call(owner, node, env, prefix)
                 except CaptureFailed as error:
-                    line = _line(node)
+                    line = users_line(str(node.meta.get("stack_trace", "")))
                     raise error if line in str(error) else CaptureFailed(f"{error}{line}") from None
             elif node.op == "output":
                 return self._literal(node.args[0], env)
@@ -59,8 +59,10 @@ class Walk:
     def add_constant(self, name: str, value: Tensor) -> Ref:
         if value.is_meta or type(value).__name__ == "FakeTensor":
             raise CaptureFailed(f"constant {name} has no data; build the model on a real device or register it as a buffer")
-        if type(value) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise CaptureFailed(f"{name} is a {type(value).__name__} of a torch.func transform; use plain tensor ops there")
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise CaptureFailed(f"{name} is a tensor of a torch.func transform; use plain tensor ops there")
+        if type(value) not in (Tensor, nn.Parameter):
+            raise CaptureFailed(f"{name} is a {type(value).__name__}, which has no plain data; use a torch.Tensor there")
         flat = value.detach().cpu().contiguous().reshape(-1)
         self.constants[name] = Constant(name=name, data=bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
         return self.add_value(name, value)
@@ -90,8 +92,8 @@ class Walk:
             raise CaptureFailed(f"the higher-order op {name} is not supported; write this part with plain tensor ops")
         if "autocast" in name and node.args[2]:
             dtype = str(node.args[1]).removeprefix("torch.")
-            raise CaptureFailed(f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}){_line(node)}, which capture "
-                                "cannot carry; leave it out and choose a --precision, or cast by .to(dtype)")  # fmt: skip
+            raise CaptureFailed(f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}), which capture cannot "
+                                "carry; leave it out and choose a --precision, or cast by .to(dtype)")  # fmt: skip
         body = env[node.args[body_at]]  # type: ignore[index]
         inner: dict[torch.fx.Node, Any] = {}
         places = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -247,12 +249,6 @@ def _functional(overload: Any, target: str) -> tuple[Any, str]:
     if twin is None:
         raise CaptureFailed(f"the in-place op {target} has no functional form; write it without the in-place call")
     return twin, f"aten.{name.removesuffix('_')}.{variant}"
-
-
-def _line(node: torch.fx.Node) -> str:
-    """The line of the user's code that a node comes from, where it is known."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace", "")))
-    return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
 
 
 def _module_path(node: torch.fx.Node) -> str:

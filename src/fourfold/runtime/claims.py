@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from fourfold.errors import Infeasible
 
-_claims: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()  # by owner: tensors, and whether they are used in place
+
+class _Use(NamedTuple):
+    """How an owner uses a tensor."""
+
+    in_place: bool
+    changes: bool
 
 
-def claim(owner: Any, weights: Mapping[str, Tensor], in_place: Collection[str]) -> None:
-    """Note the tensors an owner uses; refuse those of another that is still alive, unless both use them in place."""
-    mine = {id(tensor): key in in_place for key, tensor in weights.items()}
+_claims: WeakKeyDictionary[Any, dict[int, _Use]] = WeakKeyDictionary()
+
+
+def claim(owner: Any, weights: Mapping[str, Tensor], in_place: Collection[str], changing: Collection[str]) -> None:
+    """Note the tensors an owner uses; refuse those of another that is still alive if one of them changes them, unless both use
+    them in place."""
+    mine = {id(tensor): _Use(key in in_place, key in changing) for key, tensor in weights.items()}
     if _divided(mine):
         gc.collect()  # an owner that nobody uses any more may not be gone yet
     divided = _divided(mine)
@@ -32,7 +41,7 @@ def claim(owner: Any, weights: Mapping[str, Tensor], in_place: Collection[str]) 
     _claims[owner] = mine
 
 
-def _divided(mine: Mapping[int, bool]) -> set[int]:
-    """Tensors that someone else has too, and that are not used in place by both."""
-    others = list(_claims.values())
-    return {tensor for tensor, whole in mine.items() for other in others if tensor in other and not (whole and other[tensor])}
+def _divided(mine: Mapping[int, _Use]) -> set[int]:
+    """Tensors that someone else has too, that one of them changes, and that are not used in place by both."""
+    shared = [(tensor, use, other[tensor]) for other in _claims.values() for tensor, use in mine.items() if tensor in other]
+    return {t for t, one, two in shared if (one.changes or two.changes) and not (one.in_place and two.in_place)}

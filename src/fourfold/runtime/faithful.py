@@ -9,14 +9,16 @@ module. Larger models than `MOST_FLOPS` and `MOST_BYTES` are not checked, nor ar
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.errors import CaptureFailed
+from fourfold.errors import CaptureFailed, Error
 from fourfold.graph.attributes import unchanged
 from fourfold.graph.capture import WithLoss
 from fourfold.ops.nest import nest_of
@@ -25,13 +27,28 @@ from fourfold.runtime.compare import Distances
 from fourfold.runtime.reference import PROGRAM, Reference
 from fourfold.runtime.subject import Subject, stored_tensors
 from fourfold.runtime.trial import Task, run_trial
-from fourfold.runtime.verify import checks64
+from fourfold.runtime.verify import Check, checks64
 from fourfold.units import bytes_text
 
 MOST_FLOPS = 2e9  # of one forward of two samples: about three seconds in all on one core
 MOST_BYTES = 2**30  # of weights and activations of two samples in float64
 TOLERANCE = 1e-6
-_SAMPLES, _STEPS = 2, 2
+SAMPLES, _STEPS = 2, 2
+
+
+def refuse_together(subject: Callable[[], Subject]) -> str | None:
+    """`refuse_unfaithful` on the first of the running ranks, for all of them."""
+    answer: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answer = [refuse_unfaithful(subject())]
+        except Error as error:
+            answer = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Error):
+        raise answer[0]
+    return answer[0]
 
 
 def refuse_unfaithful(subject: Subject) -> str | None:
@@ -49,7 +66,7 @@ def _too_large(subject: Subject) -> str | None:
     devices = {tensor.device.type for tensor in (*stored_tensors(subject.case).values(), *subject.case.tensors)}
     if devices - {"cpu"}:
         return f"the module is on {', '.join(sorted(devices - {'cpu'}))}, and it is compared on processors only"
-    concrete = graph.at(graph.batch or min(_SAMPLES, subject.batch))
+    concrete = graph.at(graph.batch or min(SAMPLES, subject.batch))
     flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
     if flops > MOST_FLOPS:
         return f"forward takes {flops:.1e} FLOPs, at most {MOST_FLOPS:.0e} are spent on it"
@@ -64,7 +81,7 @@ def _few(subject: Subject) -> tuple[Subject, list[Tensor]]:
     graph, case = subject.graph, subject.case
     names = (*graph.inputs, *graph.targets)
     rows = [graph.batch_dim(name) if graph.batch is None else None for name in names]
-    count = min(_SAMPLES, subject.batch)
+    count = min(SAMPLES, subject.batch)
     tensors = [t if d is None else t.narrow(d, 0, count) for t, d in zip(case.tensors, rows, strict=True)]
     others = [t if d is None else t.narrow(d, t.shape[d] - count, count) for t, d in zip(case.tensors, rows, strict=True)]
     others = [1.5 * t if t.is_floating_point() else t for t in others]  # another batch, however few samples there are
@@ -83,27 +100,38 @@ def _compare(subject: Subject, others: list[Tensor]) -> str | None:
         return "its random numbers cannot be replayed"
     if not all(map(np.isfinite, expected.losses)):
         return f"the loss is {expected.losses} on two samples"
+    try:
+        checks = _checks(subject, reference, others)
+    except Error:
+        raise
+    except Exception as error:  # a kernel that does not exist in float64, say
+        return f"in float64 it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    for check in sorted(checks, key=lambda check: -check.error):
+        if check.error > max(TOLERANCE, check.limit):
+            raise CaptureFailed(
+                f"{type(subject.case.module).__name__} as captured does not train as eager PyTorch does: in float64 "
+                f"{check.what} {check.tensor} is off by {check.error:.1e} after step {check.step}, {TOLERANCE:.0e} allowed; "
+                "look for hooks on grad_fn and for numbers that forward takes from outside of the module"
+            )
+    return None
+
+
+def _checks(subject: Subject, reference: Reference, others: list[Tensor]) -> list[Check]:
+    """The program on one rank against the module."""
     graph = subject.graph
     plan = Plan(graph=graph.hash, batch=subject.batch, mesh=Mesh.of(data=1))
     task = Task(graph=graph, plan=plan, data="", steps=_STEPS)
     got = run_trial(task, reference.start, subject.case.tensors, later=[others])
-    distances = Distances(expected, reference.start, {p.key for p in graph.parameters if p.trainable})
+    distances = Distances(reference.exact, reference.start, {p.key for p in graph.parameters if p.trainable})
     checks, _, _ = checks64(distances.of(got), distances, reference)
-    for check in sorted(checks, key=lambda check: -check.error):
-        if check.error > max(TOLERANCE, check.limit):
-            raise CaptureFailed(
-                f"{type(subject.case.module).__name__} as captured does not train as eager PyTorch does: {check.what} "
-                f"{check.tensor} is off by {check.error:.1e} after step {check.step}, {TOLERANCE:.0e} allowed; look for hooks "
-                "on grad_fn and for numbers that forward takes from outside of the module"
-            )
-    return None
+    return checks
 
 
 @contextmanager
 def restored(subject: Subject) -> Iterator[None]:
     """The module's attributes, and the random states of torch, Python and NumPy, are afterwards what they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with unchanged(WithLoss(subject.case.module, subject.case.loss)), torch.random.fork_rng():
+    with unchanged(WithLoss(subject.case.module, subject.case.loss)), torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.graph.capture import WithLoss
 from fourfold.models.material import initialised
@@ -30,7 +30,7 @@ def cut(tensor: Tensor, layout: Layout, world: World) -> Tensor:
 def loader(whole: WithLoss, world: World, *, seed: int = 0) -> Loader:
     """Gives a rank its part of the tensors of a model, by state_dict key, or of its loss, by `loss.` and the key there."""
     fresh: dict[str, Tensor] = {}
-    of_loss = {f"loss.{key}" for key in whole.loss.state_dict(keep_vars=True)} if isinstance(whole.loss, nn.Module) else set()
+    of_loss = {key for key, _ in (*whole.named_parameters(), *whole.named_buffers()) if key.startswith("loss.")}
 
     def load(key: str, layout: Layout) -> Tensor:
         owner_name, _, name = key.rpartition(".")

@@ -12,17 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fourfold.errors import CaptureFailed, Infeasible, InvalidInput, Notice
+from fourfold.errors import Infeasible, InvalidInput, Notice
 from fourfold.graph import Graph
-from fourfold.graph.capture import Inputs, Loss, WithLoss, capture
+from fourfold.graph.capture import Loss, WithLoss, capture
+from fourfold.models.spec import Case
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import lowered, pipeline
 from fourfold.runtime.claims import claim
 from fourfold.runtime.execute import FullTensor
+from fourfold.runtime.faithful import SAMPLES, made_up, refuse_together
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut, loader
 from fourfold.runtime.pipeline import Runner
+from fourfold.runtime.signature import examples
+from fourfold.runtime.subject import Subject
 from fourfold.runtime.whole import whole_outputs, whole_state
 from fourfold.runtime.world import World
 from fourfold.timeline import Timeline
@@ -30,7 +34,7 @@ from fourfold.timeline import Timeline
 Named = list[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 
-IN_EVAL_MODE = "{} is in eval mode and is trained so, without dropout and with the statistics it has; call model.train() if not"
+IN_EVAL_MODE = "{} is in eval mode and is trained so, without dropout; if that is not meant, call model.train() first"
 """What users are told who may have forgotten it: a Hugging Face model, for one, comes in eval mode."""
 
 ELEMENTWISE = (
@@ -55,39 +59,32 @@ def parallelize(
     The module is captured again, every submodule in the mode it is in, and must be the one the plan was made for. Its
     tensors are used in place where a rank holds them whole; a module on meta is initialised shard by shard. `check`:
     whether the first rank compares two steps of the captured graph with eager PyTorch, where the model is small enough for
-    that.
+    that; a `graph` that is given is not compared.
     """
-    if not model.training:
-        warnings.warn(IN_EVAL_MODE.format(type(model).__name__), Notice, stacklevel=2)
+    World.started(Mesh.of(all=plan.size), device or torch.device("cpu"))
+    notes = [] if model.training else [IN_EVAL_MODE.format(type(model).__name__)]
     if graph is None:
-        graph = capture(model, *_examples(plan, model), loss)
+        found = graph = capture(model, *examples(plan, model), loss)
         plan.check(graph)
-        if check:
-            _check_faithful(model, plan, graph, loss, device or torch.device("cpu"))
+        reason = refuse_together(lambda: _example_subject(model, plan, found, loss)) if check else None
+        notes += [reason] if reason is not None else []
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for note in notes:
+            warnings.warn(note, Notice, stacklevel=2)
     return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
 
 
-def _check_faithful(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None, device: torch.device) -> None:
-    """The first rank compares the captured graph with the module, and all learn what it found."""
-    from fourfold.models.spec import Case
-    from fourfold.runtime.faithful import made_up, refuse_unfaithful
-    from fourfold.runtime.subject import Subject
+def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> Subject:
+    """The model with a few made-up samples; all of the batch where it cannot be another."""
+    generator = torch.Generator().manual_seed(0)
+    few = plan.batch if graph.batch is not None else min(plan.batch, 2 * SAMPLES)
 
-    World.started(Mesh.of(all=plan.size), device)
-    answer: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        generator = torch.Generator().manual_seed(0)
-        inputs, targets = pytree.tree_map(lambda t: made_up(t, generator), _examples(plan, model))
-        try:
-            answer = [refuse_unfaithful(Subject(text="", case=Case(model, inputs, targets, loss), graph=graph))]
-        except CaptureFailed as error:
-            answer = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], CaptureFailed):
-        raise answer[0]
-    if answer[0] is not None:
-        warnings.warn(answer[0], Notice, stacklevel=3)
+    def made(tensor: Tensor) -> Tensor:
+        batched = tensor.dim() > 0 and tensor.shape[0] == plan.batch
+        return made_up(tensor[:few] if batched else tensor, generator)
+
+    inputs, targets = pytree.tree_map(made, examples(plan, model))
+    return Subject(text="", case=Case(model, inputs, targets, loss), graph=graph)
 
 
 class Parallel:
@@ -108,7 +105,7 @@ class Parallel:
         self._model, self._loss, self._seed = model, loss, seed
         self._loaded: dict[str, Tensor] = {}
         self.pipeline = pipeline(graph, plan)
-        self._claim()
+        self._claim(device or torch.device("cpu"))
         self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
         self.module = _tree(self._held())
@@ -116,7 +113,7 @@ class Parallel:
         trained = self._runner.named() or [("nothing", nothing)]
         self.optimizer = self._checked(optimizer(trained)) if optimizer is not None else None
 
-    def _claim(self) -> None:
+    def _claim(self, device: torch.device) -> None:
         """Say which of the module's tensors this is to train, and which of them every rank uses in place."""
         whole = WithLoss(self._model, self._loss)
         held = {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
@@ -124,7 +121,8 @@ class Parallel:
         used = {p.name: p.key for p in self.graph.parameters}
         in_place = {} if stored is None else {n: k for n, k in used.items() if n not in stored or not stored[n].sharded}
         weights = {key: held[key] for key in used.values()}
-        claim(self, weights, {key for key in in_place.values() if not weights[key].is_meta})
+        changing = {p.key for p in self.graph.parameters if p.trainable or p.buffer}
+        claim(self, weights, {key for key in in_place.values() if weights[key].device == device}, changing)
 
     def _loader(self, world: World) -> FullTensor:
         """The module's own tensors, or those loaded since that no rank trains."""
@@ -224,7 +222,7 @@ class Parallel:
         return outcome.loss, tuple(whole_outputs(self._evaluator, outcome).values())
 
     def _make_evaluator(self) -> Runner:
-        graph = capture(self._model, *_examples(self.plan, self._model), self._loss, train=False)
+        graph = capture(self._model, *examples(self.plan, self._model), self._loss, train=False)
         made = lowered(graph, replace(self.plan, graph=graph.hash, recompute=()), like=self.pipeline)
         trained = self._kept_keys()
 
@@ -266,16 +264,24 @@ class Parallel:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of a whole state_dict with the original module's keys."""
+        self._load(state, self._model.state_dict())
+
+    def load_loss_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a `loss_state_dict`."""
+        stored = self._loss.state_dict() if isinstance(self._loss, nn.Module) else {}
+        self._load({f"loss.{k}": t for k, t in state.items()}, {f"loss.{k}": t for k, t in stored.items()})
+
+    def _load(self, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
         aliases = dict(self.graph.aliases)
-        missing = [key for key in self._model.state_dict() if aliases.get(key, key) not in state and key not in state]
+        missing = [key for key in stored if aliases.get(key, key) not in state and key not in state]
         if missing:
             raise InvalidInput(f"the state_dict lacks {len(missing)} keys, the first is '{missing[0]}'")
-        for key, value in self._model.state_dict().items():
+        for key, value in stored.items():
             if key in state and state[key].shape != value.shape:
                 raise InvalidInput(f"'{key}' has shape {tuple(state[key].shape)}, the model's is {tuple(value.shape)}")
         trained = self._kept_keys()
         device = self._runner.device
-        self._loaded = {k: t.detach().to(device).clone() for k, t in state.items() if aliases.get(k, k) not in trained}
+        self._loaded |= {k: t.detach().to(device).clone() for k, t in state.items() if aliases.get(k, k) not in trained}
         self._evaluator = None
         with torch.no_grad():
             for executor in (*self._runner.executors.values(), *self._runner.counters.values()):
@@ -300,38 +306,3 @@ def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
         else:
             module.register_buffer(leaf, tensor)
     return root
-
-
-def _spec(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-
-
-def signature_of(inputs: Inputs, targets: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Shapes and dtypes of the tensors a plan was made with, as plain data."""
-    given = inputs.items() if isinstance(inputs, Mapping) else [("", t) for t in inputs]
-    return {
-        "inputs": [[name, list(_spec(t)[0]), _spec(t)[1]] for name, t in given],
-        "targets": [["", list(_spec(t)[0]), _spec(t)[1]] for t in targets],
-    }
-
-
-def _examples(plan: Plan, model: nn.Module) -> tuple[Inputs, tuple[Tensor, ...]]:
-    """Tensors of the shapes in a plan's signature, for capturing."""
-    if not plan.signature:
-        raise InvalidInput("the plan does not say what inputs it was made with; pass graph= or plan again")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def tensor(row: Any) -> Tensor:
-        return torch.zeros(row[1], dtype=getattr(torch, row[2]), device=device)
-
-    rows = plan.signature["inputs"]
-    inputs: Any = {r[0]: tensor(r) for r in rows} if rows and rows[0][0] else tuple(tensor(r) for r in rows)
-    return inputs, tuple(tensor(r) for r in plan.signature["targets"])
-
-
-def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
-    """The plan with the shapes of its inputs written down."""
-    return replace(plan, signature=signature_of(inputs, targets))
-
-
-__all__ = ["Layout", "Parallel", "parallelize", "signature_of", "signed"]

@@ -35,7 +35,7 @@ def end_with_torchrun() -> None:
 
 def lost_rank(wait: float = DEATH_SECONDS) -> WorkerFailed | None:
     """The rank of this host that has died or else is stopped, waiting so many seconds for one to show."""
-    if not started_by_torchrun():
+    if not started_by_torchrun() or not _are_siblings():
         return None
     until = time.monotonic() + wait
     while True:
@@ -43,6 +43,16 @@ def lost_rank(wait: float = DEATH_SECONDS) -> WorkerFailed | None:
         if found is not None or time.monotonic() > until:
             return found
         time.sleep(0.05)
+
+
+def _are_siblings() -> bool:
+    """Whether torchrun itself is the parent of the ranks, so that those that are not to be seen are dead: a script around each
+    rank hides them, and so does a system without /proc."""
+    try:
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"torchrun" in line or b"torch.distributed" in line or b"torch/distributed" in line
 
 
 def _lost() -> WorkerFailed | None:

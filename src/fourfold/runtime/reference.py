@@ -106,7 +106,7 @@ class Reference:
     def _nudged(self, dtype: torch.dtype, *, seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """State and data with the float inputs moved, or the parameters if all inputs are integers."""
         tensors, state = list(self.subject.case.tensors), dict(self.start)
-        inputs = [i for i, t in enumerate(tensors[: len(self.subject.graph.inputs)]) if t.is_floating_point()]
+        inputs = [i for i, t in enumerate(tensors[: len(self.subject.graph.inputs)]) if is_inexact(t)]
         generator = torch.Generator().manual_seed(seed)
         for i in inputs:
             tensors[i] = nudged(tensors[i], dtype, generator)
@@ -182,20 +182,20 @@ def _forward(
             replay.microbatch(m)
         given = pytree.tree_unflatten([row[m] for row in rows], spec)
         parts.append(whole.model(**given) if isinstance(given, Mapping) else whole.model(*given))
-    outputs = pytree.tree_map(lambda *leaves: _joined(leaves, subject.batch), *parts)
+    along = {key: subject.graph.batch_dim(name) for key, name in _output_names(subject.graph, parts[0]).items()}
+    outputs = pytree.tree_map(lambda *leaves: _joined(leaves, along.get(id(leaves[0])), replay), *parts)
     return (whole.loss(outputs, *targets) if whole.loss else mean_square(outputs)), outputs
 
 
-def _joined(leaves: tuple[Any, ...], batch: int) -> Any:
-    """An output put together from micro-batches along the dim in which their sizes add up to the batch."""
+def _joined(leaves: tuple[Any, ...], dim: int | None, replay: Replay | None) -> Any:
+    """An output put together from micro-batches along its dim of samples."""
     first = leaves[0]
     if not isinstance(first, Tensor):
         return first
-    dims = [d for d in range(first.dim()) if sum(leaf.shape[d] for leaf in leaves) == batch]
-    if not dims:
-        raise Infeasible(f"an output of shape {tuple(first.shape)} has no dim of samples along which to put micro-batches "
-                         "together; verify with 1 micro-batch")  # fmt: skip
-    return torch.cat(leaves, dims[0])
+    if dim is not None:
+        return torch.cat(leaves, dim)
+    what = f"an output of shape {tuple(first.shape)} has no dim of samples along which to put micro-batches together"
+    raise Infeasible(f"{what}; verify with 1 micro-batch") if replay is None else NotReplayable(what)
 
 
 def _steps(
@@ -233,14 +233,22 @@ def _named(whole: WithLoss, *, buffers: bool = True) -> dict[str, Tensor]:
 
 def _outputs(graph: Graph, outputs: Any) -> dict[str, Tensor]:
     """The module's outputs by the names the graph gives them; one returned twice is one value there."""
-    leaves = {id(t): t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)}
-    assert len(leaves) == len(graph.outputs), f"{len(leaves)} outputs, {len(graph.outputs)} captured"
-    pairs = zip(graph.outputs, leaves.values(), strict=True)
-    return {name: t.detach().clone() for name, t in pairs if is_inexact(t)}
+    tensors = {id(t): t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)}
+    named = {name: tensors[key] for key, name in _output_names(graph, outputs).items()}
+    return {name: t.detach().clone() for name, t in named.items() if is_inexact(t)}
+
+
+def _output_names(graph: Graph, outputs: Any) -> dict[int, str]:
+    """The graph's name of each output tensor, by its id."""
+    ids = list(dict.fromkeys(id(t) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)))
+    assert len(ids) == len(graph.outputs), f"{len(ids)} outputs, {len(graph.outputs)} captured"
+    return dict(zip(ids, graph.outputs, strict=True))
 
 
 def nudged(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Each element up or down by one unit in the last place of a dtype."""
+    if tensor.is_complex():
+        return torch.view_as_complex(nudged(torch.view_as_real(tensor.detach().resolve_conj()), dtype, generator))
     exact = tensor.detach().to(dtype)
     up = torch.rand(exact.shape, generator=generator) < 0.5
     return torch.nextafter(exact, torch.where(up, torch.inf, -torch.inf).to(dtype))

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fourfold.runtime.exchange import is_inexact
+
 
 class OtherRounding(TorchDispatchMode):
     """Moves what ops compute; views, writes in place and integers are left alone."""
@@ -28,8 +30,8 @@ class OtherRounding(TorchDispatchMode):
         if func._schema.is_mutable or any(r.alias_info is not None for r in returns):
             return out
         for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-                self._move(leaf)
+            if isinstance(leaf, Tensor) and is_inexact(leaf) and leaf.numel():
+                self._move(torch.view_as_real(leaf) if leaf.is_complex() else leaf)
         return out
 
     def _move(self, tensor: Tensor) -> None:

@@ -15,8 +15,8 @@ from fourfold.models.material import materialise
 from fourfold.models.spec import Case, build
 from fourfold.plans import Options, Plan
 from fourfold.plans.sketch import Sketch
-from fourfold.runtime.parallel import signature_of
 from fourfold.runtime.scratch import writing
+from fourfold.runtime.signature import signature_of
 
 
 @dataclass(frozen=True, kw_only=True)
