@@ -16,7 +16,7 @@ from foreign_table import foreign as case
 from fourfold.graph.capture import capture
 from fourfold.models.example import Example
 from fourfold.plans import lower, named
-from fourfold.runtime.reference import PROGRAM, Reference, eager_trial
+from fourfold.runtime.reference import EAGER, PROGRAM, Reference, eager_trial
 from fourfold.runtime.trial import Task, run_trial
 from fourfold.runtime.verify import verify
 from ranks import close_pools, pool
@@ -77,10 +77,14 @@ def test_the_program_on_one_rank_is_the_module_in_float32(text: str) -> None:
         torch.testing.assert_close(ours.gradients[key], gradient)
 
 
+MASKED = ("gpt2,dropout=0.1", "vit,dropout=0.1")
+"""While they are exported they give attention a mask that eager does without, so that its dropout cannot be replayed."""
+
+
 @pytest.mark.parametrize("text", RANDOM)
-def test_random_models_do_draw_and_are_compared_with_the_program(text: str) -> None:
+def test_random_models_do_draw_and_are_compared_with_eager(text: str) -> None:
     plain = text.partition(",")[0]
-    assert reference(text).kind == PROGRAM
+    assert reference(text).kind == (PROGRAM if text in MASKED else EAGER)
     assert reference(text).exact.losses[0] != reference(plain).exact.losses[0]
 
 

@@ -50,10 +50,10 @@ class Replay(SchemaCheckMode):
         local = Local(World(mesh, rank=0, device=torch.device("cpu")), self.randomness, dict(dtypes))
         (part,) = pipeline(graph, plan).parts
         self._kernels = {
-            size: [(s.op.target, build(s, local)) for s in program.steps if isinstance(s, Compute) and draws(s.op)]
+            size: [(s.op, build(s, local)) for s in program.steps if isinstance(s, Compute) and draws(s.op)]
             for size, program in part.programs.items()
         }
-        self._left: list[tuple[str, Any]] = []
+        self._left: list[tuple[Op, Any]] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -86,10 +86,11 @@ class Replay(SchemaCheckMode):
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         _, name, variant = str(func).split(".")
         functional = f"aten.{name.removesuffix('_')}.{variant}"
-        if not self._left or self._left[0][0] != functional:
-            raise NotReplayable(f"{func} is not the next captured random op")
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not self._left or (self._left[0][0].target, len(self._left[0][0].operands)) != (functional, len(tensors)):
+            raise NotReplayable(f"{func} of {len(tensors)} tensors is not the next captured random op")
         _, run = self._left.pop(0)
-        result = run(*[leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        result = run(*tensors)
         return args[0].copy_(result) if func._schema.is_mutable else result
 
     def _dtype(self, leaf: Any) -> Any:
