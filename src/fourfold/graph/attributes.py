@@ -94,6 +94,8 @@ def plain_state(root: nn.Module) -> dict[str, Any]:
 def _fingerprint(value: Any, depth: int) -> Any:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(value)
+    if isinstance(value, Tensor):
+        return Tensor  # whatever kind of tensor stands for it while it is traced
     if isinstance(value, _GENERATORS):
         return repr(generator_state(value))
     if isinstance(value, float):
