@@ -64,16 +64,15 @@ def batch_of(inputs: Inputs) -> int:
 
 
 class _Observed(WithLoss):
-    """Model and loss, watched, called once for each pair of inputs and targets; the last result counts."""
+    """Model and loss, watched; where two batches are given, called twice, and the second result counts."""
 
     def __init__(self, whole: WithLoss, observer: Observer) -> None:
         super().__init__(whole.model, whole.loss)
         self._observer = observer
 
-    def forward(self, *pairs: Any) -> tuple[Tensor, Any]:
-        for inputs, targets in pairs:
-            result = self._observer.call(self, partial(WithLoss.forward, self, inputs, targets))
-        return result
+    def forward(self, inputs: Any, targets: tuple[Tensor, ...], *later: Any) -> tuple[Tensor, Any]:
+        result = self._observer.call(self, partial(WithLoss.forward, self, inputs, targets))
+        return self.forward(*later) if later else result
 
 
 def capture(
@@ -185,8 +184,11 @@ def _export(
         return torch.zeros(lead + tuple(tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
     dim = torch.export.Dim("batch", min=2, max=1 << 40)
-    args = tuple(pytree.tree_map(example, (inputs, targets)) for _ in range(times))
-    shapes = pytree.tree_map(lambda t: {0: dim} if dynamic and _batched(t, batch) else None, ((inputs, targets),) * times)
+    args = pytree.tree_map(example, (inputs, targets) * times)
+    mine, theirs, *later = pytree.tree_map(
+        lambda t: {0: dim} if dynamic and _batched(t, batch) else None, (inputs, targets) * times
+    )
+    shapes = (mine, theirs, tuple(later)) if later else (mine, theirs)
     observed = _Observed(whole, observer)
     try:
         with (
@@ -194,7 +196,7 @@ def _export(
             by_shapes(), KnownRanges(), observer.watching(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
-            return torch.export.export(observed, args, dynamic_shapes=(shapes,) if dynamic else None, strict=False)
+            return torch.export.export(observed, args, dynamic_shapes=shapes if dynamic else None, strict=False)
     except CaptureFailed:
         raise
     except Exception as error:
