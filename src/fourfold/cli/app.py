@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -177,7 +178,7 @@ def verify(
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
-            _check_capture(seen, voice, say, noted=False)
+            _check_capture(team, seen, voice, say, noted=False)
             said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
             reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
@@ -231,7 +232,7 @@ def train(
         check_place(record_file)
         with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
-            _check_capture(seen, voice, say)
+            _check_capture(team, seen, voice, say)
             said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
             say(f"starting {made.size} ranks")
 
@@ -253,12 +254,15 @@ def train(
     return 1
 
 
-def _check_capture(seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True) -> None:
+def _check_capture(
+    team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True
+) -> None:
     """Two steps of the captured graph against eager PyTorch, on one process for all. `noted`: say so where it was not done."""
+    from fourfold.runtime.crew import share
     from fourfold.runtime.faithful import refuse_together
 
     say("comparing what was captured with eager PyTorch")
-    reason = refuse_together(lambda: seen)
+    reason = refuse_together(lambda: seen, partial(share, team))
     if reason is not None and noted:
         voice.note(reason)
 

@@ -33,8 +33,8 @@ from fourfold.graph.attributes import plain_state, tensors_of
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _HARMLESS = (save_on_cpu, checkpointing._checkpoint_hook, checkpointing._recomputation_hook)
 """Hooks on saved tensors that give back what was saved."""
-_STATISTICS = {F.batch_norm: (1, 2), F.instance_norm: (1, 2)}
-"""Functions that write running statistics, and where they are among the arguments."""
+_STATISTICS = (F.batch_norm, F.instance_norm)
+"""Functions that write running statistics: their second and third argument."""
 
 
 class Observer(TorchFunctionMode):

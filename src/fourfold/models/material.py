@@ -35,9 +35,11 @@ def materialise(case: Case, *, seed: int = 0) -> Case:
 
 
 def _data(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers; integers become zeros, the one value that is surely a valid label or token."""
-    if not tensor.is_meta:
-        return tensor
+    return made_up(tensor, generator) if tensor.is_meta else tensor
+
+
+def made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers of a tensor's shape; integers are zeros, the one value that is surely a valid label or token."""
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -124,11 +124,18 @@ def share(ranks: Ranks | Joined, compute: Callable[[], T]) -> T:
     """A value the leader computes and everyone gets; with local ranks, simply the value."""
     if isinstance(ranks, Ranks):
         return compute()
+    with _failures():
+        return from_first_rank(compute)
+
+
+def from_first_rank(compute: Callable[[], T]) -> T:
+    """A value that the first of the running ranks computes and all get; without a process group, simply the value."""
     import torch.distributed as dist
 
+    if not dist.is_initialized():
+        return compute()
     box: list[Any] = [compute() if dist.get_rank() == 0 else None]
-    with _failures():
-        dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0)
     value: T = box[0]
     return value
 

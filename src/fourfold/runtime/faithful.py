@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CaptureFailed, Error
@@ -30,30 +29,32 @@ from fourfold.runtime.trial import Task, run_trial
 from fourfold.runtime.verify import Check, checks64
 from fourfold.units import bytes_text
 
-MOST_FLOPS = 2e9  # of one forward of two samples: about three seconds in all on one core
+MOST_FLOPS = 2e9  # of one forward of two samples
 MOST_BYTES = 2**30  # of weights and activations of two samples in float64
 TOLERANCE = 1e-6
 SAMPLES, _STEPS = 2, 2
+Share = Callable[[Callable[[], Any]], Any]
+"""Computes a value on one rank and gives it to all."""
 
 
-def refuse_together(subject: Callable[[], Subject]) -> str | None:
-    """`refuse_unfaithful` on the first of the running ranks, for all of them."""
-    answer: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def refuse_together(subject: Callable[[], Subject], share: Share) -> str | None:
+    """`refuse_unfaithful` on one rank, for all of them."""
+
+    def found() -> str | Error | None:
         try:
-            answer = [refuse_unfaithful(subject())]
+            return refuse_unfaithful(subject())
         except Error as error:
-            answer = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], Error):
-        raise answer[0]
-    return answer[0]
+            return error
+
+    answer: str | Error | None = share(found)
+    if isinstance(answer, Error):
+        raise answer
+    return answer
 
 
 def refuse_unfaithful(subject: Subject) -> str | None:
     """Raise if the captured graph trains with other numbers than the module; the result says why that was not checked."""
-    reason = _too_large(subject)
+    reason = _why_not(subject)
     if reason is None:
         small, others = _few(subject)
         with restored(small):
@@ -61,7 +62,8 @@ def refuse_unfaithful(subject: Subject) -> str | None:
     return f"capture was not compared with eager PyTorch: {reason}" if reason is not None else None
 
 
-def _too_large(subject: Subject) -> str | None:
+def _why_not(subject: Subject) -> str | None:
+    """Why a model is not compared, if so: where it lies, or its size."""
     graph = subject.graph
     devices = {tensor.device.type for tensor in (*stored_tensors(subject.case).values(), *subject.case.tensors)}
     if devices - {"cpu"}:
@@ -137,10 +139,3 @@ def restored(subject: Subject) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers of a tensor's shape; integers are zeros, the one value that is surely a valid label or token."""
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)

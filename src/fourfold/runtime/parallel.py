@@ -15,18 +15,20 @@ from torch.utils import _pytree as pytree
 from fourfold.errors import Infeasible, InvalidInput, Notice
 from fourfold.graph import Graph
 from fourfold.graph.capture import Loss, WithLoss, capture
+from fourfold.models.material import made_up
 from fourfold.models.spec import Case
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import lowered, pipeline
 from fourfold.runtime.claims import claim
+from fourfold.runtime.crew import from_first_rank
 from fourfold.runtime.execute import FullTensor
-from fourfold.runtime.faithful import SAMPLES, made_up, refuse_together
+from fourfold.runtime.faithful import SAMPLES, refuse_together
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut, loader
 from fourfold.runtime.pipeline import Runner
 from fourfold.runtime.signature import examples
-from fourfold.runtime.subject import Subject
+from fourfold.runtime.subject import Subject, stored_tensors
 from fourfold.runtime.whole import whole_outputs, whole_state
 from fourfold.runtime.world import World
 from fourfold.timeline import Timeline
@@ -66,7 +68,7 @@ def parallelize(
     if graph is None:
         found = graph = capture(model, *examples(plan, model), loss)
         plan.check(graph)
-        reason = refuse_together(lambda: _example_subject(model, plan, found, loss)) if check else None
+        reason = refuse_together(lambda: _example_subject(model, plan, found, loss), from_first_rank) if check else None
         notes += [reason] if reason is not None else []
     if not dist.is_initialized() or dist.get_rank() == 0:
         for note in notes:
@@ -115,8 +117,7 @@ class Parallel:
 
     def _claim(self, device: torch.device) -> None:
         """Say which of the module's tensors this is to train, and which of them every rank uses in place."""
-        whole = WithLoss(self._model, self._loss)
-        held = {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
+        held = stored_tensors(Case(self._model, (), (), self._loss))
         stored = self.pipeline.parts[0].program.stored if len(self.pipeline.parts) == 1 and self.plan.zero != 3 else None
         used = {p.name: p.key for p in self.graph.parameters}
         in_place = {} if stored is None else {n: k for n, k in used.items() if n not in stored or not stored[n].sharded}
