@@ -7,7 +7,7 @@ DEMO   := build/demo
 MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy reproduce fuzz verify-all faults clean
+.PHONY: help setup demo test check bench accuracy reproduce fuzz golden agree verify-all faults clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -58,6 +58,12 @@ reproduce: setup  ## the four papers rerun, pages under build/reproduce (about t
 
 fuzz: setup  ## 22,000 damaged plans, clusters and records: each valid, or refused in one line (two minutes; SEED=1 for others)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py --plans 10000 --clusters 10000 --records 2000 --seed $(or $(SEED),0)
+
+golden: setup  ## 888 predictions and searches against those written down: what a change to lowering or to the oracle moved (two minutes)
+	@$(BIN)/python tests/golden.py
+
+agree: setup  ## what ranks do in a step against their lists, record by record, for 64 plans (two minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/test_agreement.py
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
 	@$(BIN)/python tests/verify_all.py

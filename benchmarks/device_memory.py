@@ -22,8 +22,10 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.memory import CUDA, memory
 from fourfold.plans import named, pipeline
+from fourfold.plans.placement import Placement
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-15-h200-steps.json"
+GPU = Placement(hosts=(0,), devices=("gpu",))
 MEAN = 0.04
 BEGIN, END = "<!-- benchmarks/device_memory.py writes this -->", "<!-- until here -->"
 Row = dict[str, Any]
@@ -37,7 +39,8 @@ def rows(measured: Path = MEASURED) -> Iterator[Row]:
         if known not in graphs:
             graphs[known] = _captured(row["model"], row["arguments"])
         graph = graphs[known][row["precision"]]
-        found = memory(pipeline(graph, named("data", graph, ranks=1, batch=row["batch"])), optimizer="momentum", machine=CUDA)
+        made = pipeline(graph, named("data", graph, ranks=1, batch=row["batch"]))
+        found = memory(made, GPU, optimizer="momentum", machine=CUDA)
         peak, real = found.heaviest, row["bytes"]["peak"]
         yield {"model": row["model"], "batch": row["batch"], "precision": row["precision"], "predicted": peak.bytes,
                "measured": real, "error": peak.bytes / real - 1, "at": f"{peak.action}: {peak.op}"}  # fmt: skip

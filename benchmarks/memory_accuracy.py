@@ -25,6 +25,7 @@ from contest import write
 from fourfold.errors import Infeasible
 from fourfold.oracle.memory import memory
 from fourfold.plans import Options, pipeline
+from fourfold.plans.placement import Placement
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.subject import Subject, save_data, subject
 from fourfold.runtime.train import afterwards, begin
@@ -98,7 +99,7 @@ def _of_model(model: str, seen: Subject, ways: Sequence[str], ranks: Ranks) -> I
 def _compared(seen: Subject, way: str, data: str, ranks: Ranks) -> Iterator[Row]:
     strategy, options = WAYS[way]
     plan = seen.plan(strategy, ranks=ranks.count, options=Options(**options))
-    found = memory(pipeline(seen.graph, plan), optimizer=OPTIMIZER)
+    found = memory(pipeline(seen.graph, plan), Placement.one_host(ranks.count), optimizer=OPTIMIZER)
     task = Task(graph=seen.graph, plan=plan, data=data, precision="fp32", optimizer=OPTIMIZER)
     ranks(begin, task, 0)
     for rank, real in enumerate(measured.peak_bytes for measured in ranks(afterwards)):

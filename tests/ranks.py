@@ -12,6 +12,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,20 @@ from torch import Tensor
 
 from fourfold.errors import WorkerFailed
 from fourfold.graph import Graph
-from fourfold.plans import Plan, lower
+from fourfold.plans import Plan, lower, paths
 from fourfold.plans.layout import Layout
+from fourfold.plans.lists import StageList
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.messages import StageMessages
+from fourfold.plans.placement import Placement
+from fourfold.plans.policy import DEFAULT
+from fourfold.plans.program import Program
+from fourfold.runtime import pipeline as pipeline_module
 from fourfold.runtime import wire
+from fourfold.runtime import world as world_module
 from fourfold.runtime.exchange import put
 from fourfold.runtime.execute import Executor
+from fourfold.runtime.journal import Journal
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.materialise import cut
@@ -159,7 +168,7 @@ def world_of(mesh: Mesh) -> World:
     """This worker on a mesh; process groups are made once."""
     if mesh not in _WORLDS:
         _WORLDS[mesh] = World.join(mesh, wanted=[(name,) for name in mesh.names])
-    return _WORLDS[mesh]
+    return _WORLDS[mesh].along(world_module.running_placement(torch.device("cpu"), mesh.size), DEFAULT, Journal())
 
 
 def stepped(executor: Executor, feeds: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -167,10 +176,14 @@ def stepped(executor: Executor, feeds: Mapping[str, Tensor]) -> tuple[Tensor, di
     executor.begin()
     out = executor.forward(feeds, next(iter(executor.programs)))
     loss = out[executor.program.graph.loss]
-    if loss.requires_grad:
-        loss.backward()
+    executor.backward([loss] if loss.requires_grad else [], [None], next(iter(executor.lists)))
     executor.finish()
     return executor.total(loss.detach()), out
+
+
+def lists_of(program: Program, world: World) -> dict[int, StageList]:
+    """The lists of a single program where a world's ranks run."""
+    return {0: StageList(StageMessages(program, world.paths, program.graph.live))}
 
 
 def run_job(job: Job) -> Share:
@@ -180,7 +193,7 @@ def run_job(job: Job) -> Share:
     def load(key: str, layout: Layout) -> Tensor:
         return cut(job.state[key], layout, world).clone()
 
-    executor = Executor(program, world, load, randomness=Randomness(exact=True))
+    executor = Executor(lists_of(program, world), world, load, randomness=Randomness(exact=True))
     names = (*job.graph.inputs, *job.graph.targets)
     _, out = stepped(executor, {n: executor.cut(n, t) for n, t in zip(names, job.inputs, strict=True)})
     outputs = {n: (program.layouts[n], out[n].detach().clone()) for n in program.outputs}
@@ -203,8 +216,12 @@ def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
         flights.append(self)
         begin(self, *rest)
 
-    def hosts(world: World, axes: tuple[str, ...], purpose: str = "inline") -> tuple[str, ...]:
-        return tuple(map(str, range(world.extent(axes))))
+    def placement(device: torch.device, ranks: int) -> Placement:
+        return Placement.separate_hosts(ranks)
 
-    with patch.object(wire, "LARGE", 1), patch.object(World, "hosts", hosts), patch.object(wire.Flight, "__init__", counted):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(paths, "DIRECT_ELEMENTS", 1))
+        stack.enter_context(patch.object(wire.Flight, "__init__", counted))
+        for module in (world_module, pipeline_module):
+            stack.enter_context(patch.object(module, "running_placement", placement))
         return function(*arguments), len(flights) > 0

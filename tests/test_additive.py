@@ -18,7 +18,7 @@ from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.plans.additive import MicroLoss, microbatched
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.world import World
-from ranks import Job, run_jobs, stepped
+from ranks import Job, lists_of, run_jobs, stepped
 from small import SMALL, batch_of, graph_of
 
 Loss = Callable[..., Tensor]
@@ -30,12 +30,9 @@ BATCH, CLASSES = 7, 5
 def executed(graph: Graph, batch: int, state: dict[str, Tensor], feeds: dict[str, Tensor]) -> Run:
     """Outputs of no dims and gradients of one rank."""
     plan = Plan(graph=graph.hash, batch=batch, mesh=Mesh.of(data=1))
-    executor = Executor(
-        lower(graph, plan),
-        World.join(Mesh.of(data=1)),
-        lambda key, _: state[key].clone(),
-        dtypes={"float32": torch.float64},
-    )
+    world = World.join(Mesh.of(data=1))
+    lists = lists_of(lower(graph, plan), world)
+    executor = Executor(lists, world, lambda key, _: state[key].clone(), dtypes={"float32": torch.float64})
     given = {n: executor.cut(n, feeds[n]) for n in (*graph.inputs, *graph.targets)}
     out = stepped(executor, given)[1] if graph.loss else executor.forward(given)
     scalars = {n: t.item() for n, t in out.items() if not t.dim()}

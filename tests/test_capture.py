@@ -18,7 +18,7 @@ from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, lower, named
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.world import World
-from ranks import stepped
+from ranks import lists_of, stepped
 from small import SMALL
 
 Loss = Callable[..., Tensor]
@@ -34,9 +34,9 @@ def assert_bitwise(
     """Loss, every gradient and every buffer of the one-rank program are those of eager."""
     values = tuple(inputs.values()) if isinstance(inputs, Mapping) else tuple(inputs)
     start = {k: v.detach().clone() for k, v in [*module.named_parameters(), *module.named_buffers()]}
-    executor = Executor(
-        lower(graph, one_rank(graph, values[0].shape[0])), World.join(Mesh.of(data=1)), lambda key, _: start[key].clone()
-    )
+    world = World.join(Mesh.of(data=1))
+    lists = lists_of(lower(graph, one_rank(graph, values[0].shape[0])), world)
+    executor = Executor(lists, world, lambda key, _: start[key].clone())
     feeds = {n: executor.cut(n, t) for n, t in zip((*graph.inputs, *graph.targets), (*values, *targets), strict=True)}
     got, _ = stepped(executor, feeds)
     module.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -48,3 +49,29 @@ def test_the_new_schedule_runs_as_printed(capsys: pytest.CaptureFixture[str]) ->
     finally:
         SCHEDULES.pop("eager", None)
     assert capsys.readouterr().out == printed
+
+
+def named_in(file: Path) -> set[str]:
+    """Functions, classes and values at the top of a file, and what its classes define."""
+    tree = ast.parse(file.read_text())
+    inner = [node for top in tree.body if isinstance(top, ast.ClassDef) for node in top.body]
+    out: set[str] = set()
+    for node in (*tree.body, *inner):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            out.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            out.update(target.id for target in targets if isinstance(target, ast.Name))
+    return out
+
+
+def test_whoever_the_architecture_says_decides_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Who decides what")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 30
+    for decision, place, names in rows:
+        file = ROOT / "src" / "fourfold" / re.findall(r"`([^`]+)`", place)[0]
+        assert file.exists(), decision
+        if file.is_file():
+            asked = set(re.findall(r"`([^`]+)`", names))
+            assert asked and asked <= named_in(file), decision

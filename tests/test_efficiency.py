@@ -15,11 +15,16 @@ from fourfold.oracle.fitting import fit
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.stage import StagePrices
-from fourfold.plans import named, pipeline
+from fourfold.plans import Pipeline, named, pipeline
 from small import batch_of, graph_of
 
 RATES = {"fp32": 1e12, "tf32": 8e12, "bf16": 16e12}
 LIMITS = {"precision": "tf32", "rate": 494.5e12, "bandwidth": 4.8e12}
+
+
+def stage_prices(made: Pipeline, prices: Prices) -> StagePrices:
+    """Of the first stage."""
+    return StagePrices(made.lists(prices.placement, prices.precision)[0, made.plan.sizes[0]], prices)
 
 
 def matmul(rows: int, width: int = 256, *, dtype: str = "float32") -> Kernel:
@@ -110,7 +115,7 @@ def test_number_formats_follow_operands_under_autocast() -> None:
 def test_prices_take_the_best_they_know(cluster: str, source: str) -> None:
     made = pipeline(graph_of("vgg16-cifar"), named("data", graph_of("vgg16-cifar"), ranks=2, batch=batch_of("vgg16-cifar")))
     prices = Prices(cluster=cluster_named(cluster, devices=2))
-    stage = StagePrices(made.parts[0], made.plan.sizes[0], prices, made.cut.live, {})
+    stage = stage_prices(made, prices)
     convolutions = [item for item in stage.forward() if "conv" in item.label and not item.meets]
     assert {item.source for item in convolutions} == {source}
 
@@ -118,7 +123,7 @@ def test_prices_take_the_best_they_know(cluster: str, source: str) -> None:
 def test_a_measured_kernel_wins_over_a_fitted_one() -> None:
     made = pipeline(graph_of("vgg16-cifar"), named("data", graph_of("vgg16-cifar"), ranks=2, batch=batch_of("vgg16-cifar")))
     cluster = cluster_named("dgx-h200", devices=2)
-    stage = StagePrices(made.parts[0], made.plan.sizes[0], Prices(cluster=cluster), made.cut.live, {})
+    stage = stage_prices(made, Prices(cluster=cluster))
     step = made.parts[0].program.computes()[0]
     key = stage.kernel(step, 0).key
     known = Prices(cluster=cluster, kernels={key: KernelTime(forward=0.5, backward=1.0)})
@@ -145,8 +150,8 @@ def test_gradients_of_a_value_with_two_readers_are_added_once() -> None:
     readers = {name: sum(name in op.operands for op in graph.ops) for name in set(sums)}
     assert all(sums.count(name) == readers[name] - 1 for name in readers)
     known = Prices(cluster=cluster_named("dgx-h200", devices=1), precision="tf32")
-    stage = StagePrices(made.parts[0], made.plan.sizes[0], known, made.cut.live, {})
+    stage = stage_prices(made, known)
     assert sum(item.label.startswith("gradients of") for item in stage.backward()) == len(sums)
     replaced = replace(known, cluster=cluster_named("ethernet-1g", devices=1), precision="fp32")
-    stage = StagePrices(made.parts[0], made.plan.sizes[0], replaced, made.cut.live, {})
+    stage = stage_prices(made, replaced)
     assert not any(item.label.startswith("gradients of") for item in stage.backward())

@@ -82,7 +82,7 @@ def carried_out(cases: list[Case]) -> list[tuple[Any, ...]]:
         for step in exchange.steps:
             axes = exchange.mesh.ordered({*step.axes, *step.source.sharded})
             plain = replace(step, pattern="all_to_all", axes=axes, dim=0)
-            general = runtime._bound(plain, world)(general)()
+            general = runtime._bound(plain, world, "")(general)()
         out.append((result.detach().numpy(), general.numpy(), tensor.grad.numpy()))
     return out
 

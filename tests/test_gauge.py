@@ -11,7 +11,6 @@ import pytest
 
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_calibration, save_cluster
 from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
-from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge import calibration
 from fourfold.gauge.calibration import AT_ONCE, Progress, _SoFar, calibrated, drift, requests
@@ -20,6 +19,7 @@ from fourfold.gauge.kernels import Rounds, Sample, _links, _Times, _Told, arithm
 from fourfold.gauge.measuring import check_here, foretold, here
 from fourfold.gauge.middle import middle, strays
 from fourfold.gauge.pace import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
+from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import KernelTime, Prices
 from fourfold.oracle.table import add_kernels, load_kernels

@@ -15,12 +15,13 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, Program, lower, named
 from fourfold.plans import buckets as plans
-from fourfold.plans.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Gradient
+from fourfold.plans.buckets import Bucket, Gradient
+from fourfold.plans.policy import DEFAULT
 from fourfold.plans.program import Move, Repeat
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.materialise import cut
-from ranks import pool, stepped, world_of
+from ranks import lists_of, pool, stepped, world_of
 from small import Subject, assert_equal, subject
 
 # --- how buckets are filled ---------------------------------------------------------------------------------------------
@@ -32,10 +33,17 @@ def sizes(**kilobytes: int) -> dict[str, Tensor]:
     return {name: torch.empty(size * KILO, dtype=torch.uint8) for name, size in kilobytes.items()}
 
 
-def filled(parameters: dict[str, Tensor], reductions: dict[str, tuple[str, ...]] | None = None) -> list[list[str]]:
+def bucketed(
+    parameters: dict[str, Tensor], reductions: dict[str, tuple[str, ...]] | None = None, *, most: int, last: int
+) -> tuple[Bucket, ...]:
     over = reductions or dict.fromkeys(parameters, ("data",))
-    found = [Gradient(n, t.numel() * t.element_size(), over[n], str(t.dtype)) for n, t in parameters.items() if n in over]
-    return [list(b.names) for b in plans.buckets(found)]
+    found = [Gradient(n, t.nbytes, over[n], str(t.dtype)) for n, t in parameters.items() if n in over]
+    return plans.buckets(found, most=most, last=last)
+
+
+def filled(parameters: dict[str, Tensor], reductions: dict[str, tuple[str, ...]] | None = None) -> list[list[str]]:
+    buckets = bucketed(parameters, reductions, most=DEFAULT.bucket_bytes, last=DEFAULT.last_bucket_bytes)
+    return [list(b.names) for b in buckets]
 
 
 def test_buckets_are_filled_from_the_last_layer_to_the_first() -> None:
@@ -46,14 +54,14 @@ def test_no_bucket_holds_more_than_its_size() -> None:
     parameters = sizes(**{f"p{i}": 7 * KILO for i in range(9)})
     buckets = filled(parameters)
     assert [name for names in buckets for name in names] == [f"p{i}" for i in reversed(range(9))]
-    assert all(sum(parameters[n].numel() for n in names) <= BUCKET_BYTES for names in buckets)
+    assert all(sum(parameters[n].numel() for n in names) <= DEFAULT.bucket_bytes for names in buckets)
     assert len(buckets[0]) == 3
 
 
 def test_the_first_layers_get_a_small_bucket_that_ends_the_step_sooner() -> None:
     parameters = sizes(first=300, second=500, third=4 * KILO, last=4 * KILO)
     assert filled(parameters) == [["last", "third"], ["second", "first"]]
-    assert sum(parameters[n].numel() for n in ("first", "second")) <= FIRST_BUCKET_BYTES
+    assert sum(parameters[n].numel() for n in ("first", "second")) <= DEFAULT.last_bucket_bytes
 
 
 def test_a_parameter_larger_than_a_bucket_has_one_to_itself() -> None:
@@ -81,12 +89,7 @@ def summed(bucket_bytes: int) -> dict[str, Any]:
     torch.manual_seed(0)
     parameters = {name: torch.randn(6, 6, dtype=torch.float64).requires_grad_() for name in ("first", "middle", "last")}
     parameters |= {name: torch.randn(6, 6, dtype=torch.float64).requires_grad_() for name in ("skipped", "unused")}
-    before, plans.BUCKET_BYTES = plans.BUCKET_BYTES, bucket_bytes
-    small, plans.FIRST_BUCKET_BYTES = plans.FIRST_BUCKET_BYTES, 0
-    try:
-        ready = Gradients(parameters, dict.fromkeys(parameters, ("data",)), world)
-    finally:
-        plans.BUCKET_BYTES, plans.FIRST_BUCKET_BYTES = before, small
+    ready = Gradients(parameters, bucketed(parameters, most=bucket_bytes, last=0), world)
     out = []
     for step in range(2):
         x = torch.full((3, 6), 1.0 + world.rank + step, dtype=torch.float64)
@@ -126,11 +129,7 @@ def chained(count: int) -> dict[str, list[int]]:
     """How many buckets were under way when each layer's gradient came."""
     world = world_of(Mesh.of(data=2))
     parameters = {f"p{i}": torch.eye(4, dtype=torch.float64).requires_grad_() for i in range(count)}
-    before, plans.BUCKET_BYTES = plans.BUCKET_BYTES, 1
-    try:
-        ready = Gradients(parameters, dict.fromkeys(parameters, ("data",)), world)
-    finally:
-        plans.BUCKET_BYTES = before
+    ready = Gradients(parameters, bucketed(parameters, most=1, last=0), world)
     launched: list[int] = []
     for tensor in parameters.values():
         tensor.register_post_accumulate_grad_hook(lambda _: launched.append(ready.launched))
@@ -211,9 +210,8 @@ def gathered(plan: Plan, task: Any) -> int:
     """The largest result seen during one forward on this rank."""
     data = torch.load(task.data, mmap=True)
     world = world_of(plan.mesh)
-    executor = Executor(
-        lower(task.graph, plan), world, lambda key, layout: cut(data["state"][key], layout, world).clone()
-    )
+    lists = lists_of(lower(task.graph, plan), world)
+    executor = Executor(lists, world, lambda key, layout: cut(data["state"][key], layout, world).clone())
     names = (*task.graph.inputs, *task.graph.targets)
     feeds = {name: executor.cut(name, tensor) for name, tensor in zip(names, data["inputs"], strict=True)}
     with Gathered() as watch:

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.memory import CPU, CUDA, Memory, memory
+from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import Prices
 from fourfold.plans import Options, Plan, named
 from fourfold.plans.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.pipeline import Pipeline, pipeline
+from fourfold.plans.placement import Placement
 from fourfold.runtime.launch import Ranks
 from fourfold.runtime.trial import Task
 from ranks import pool
@@ -54,6 +55,12 @@ def lowered(model: str, way: str, ranks: int) -> Pipeline:
     return pipeline(graph_of(model), plan)
 
 
+def peaks(made: Pipeline, *, apart: bool = False, machine: Machine = CPU, optimizer: str = "sgd") -> Memory:
+    """On ranks of one host, or on those that share no memory."""
+    place = Placement.separate_hosts if apart else Placement.one_host
+    return memory(made, place(made.plan.size), machine=machine, optimizer=optimizer)
+
+
 @cache
 def data_of(model: str) -> str:
     """The model's state and example on disk."""
@@ -68,7 +75,7 @@ def errors(model: str, way: str, optimizer: str = "momentum", ranks: Ranks | Non
     """Of every rank: how far the prediction is off, as a part of what was measured. `ranks`: some that share no memory."""
     made = lowered(model, way, 4 if way in FOUR else 2)
     task = Task(graph=made.graph, plan=made.plan, data=data_of(model), precision="fp32", optimizer=optimizer)
-    found = memory(made, optimizer=optimizer, machine=replace(CPU, host=ranks is None))
+    found = peaks(made, apart=ranks is not None, optimizer=optimizer)
     out = []
     for rank, (real,) in enumerate((ranks or pool(made.plan.size))(observed, task)):
         peak = found.of(rank)
@@ -132,8 +139,8 @@ def test_peaks_of_ranks_that_share_no_memory_are_near_those_measured(monkeypatch
 def test_ranks_on_several_nodes_have_no_memory_in_common(place: str, host: bool) -> None:
     made = lowered("vgg16-cifar", "fsdp", 2)
     found = predict(made, Prices(cluster=cluster_named(place, devices=2)), optimizer="momentum").memory
-    assert found == memory(made, optimizer="momentum", machine=replace(CPU, host=host))
-    assert found != memory(made, optimizer="momentum", machine=replace(CPU, host=not host))
+    assert found == peaks(made, apart=not host, optimizer="momentum")
+    assert found != peaks(made, apart=host, optimizer="momentum")
 
 
 # --- laws ---
@@ -146,29 +153,29 @@ def programs() -> Iterator[Pipeline]:
 
 def test_parts_sum_to_the_peak() -> None:
     for made in programs():
-        for peak in memory(made).peaks:
+        for peak in peaks(made).peaks:
             assert sum(peak.parts.values()) == peak.bytes
 
 
 def test_the_same_plan_has_the_same_peak_each_time() -> None:
     made = lowered("vgg16-cifar", "1f1b", 2)
-    assert memory(made) == memory(made)
+    assert peaks(made) == peaks(made)
 
 
 def test_every_rank_has_one_peak_and_the_heaviest_is_one_of_them() -> None:
     for made in programs():
-        found = memory(made)
+        found = peaks(made)
         assert sorted(rank for peak in found.peaks for rank in peak.ranks) == list(range(made.plan.size))
         assert found.heaviest.bytes == max(found.of(rank).bytes for rank in range(made.plan.size))
 
 
 def peak_of(way: str, ranks: int = 2, **more: object) -> Memory:
-    return memory(lowered("resnet50", way, ranks), **more)  # type: ignore[arg-type]
+    return peaks(lowered("resnet50", way, ranks), **more)  # type: ignore[arg-type]
 
 
 def test_equal_shards_are_replayed_once() -> None:
     assert len(peak_of("data", 4).peaks) == 1
-    uneven = memory(lowered("vgg16-cifar", "filter", 4))  # ten classes on four ranks
+    uneven = peaks(lowered("vgg16-cifar", "filter", 4))  # ten classes on four ranks
     assert [peak.ranks for peak in uneven.peaks] == [(0, 1), (2, 3)]
 
 
@@ -189,21 +196,21 @@ def test_fsdp_stores_half_the_weights_on_two_ranks() -> None:
 
 
 def test_recomputing_never_needs_more_activations() -> None:
-    kept, dropped = (memory(lowered("unet3d", way, 2)).heaviest for way in ("data", "recompute"))
+    kept, dropped = (peaks(lowered("unet3d", way, 2)).heaviest for way in ("data", "recompute"))
     assert dropped.parts["activations"] < kept.parts["activations"] and dropped.bytes < kept.bytes
 
 
 def test_rounding_up_never_needs_less() -> None:
     made = lowered("vgg16-cifar", "data", 2)
-    fine, coarse = (memory(made, machine=replace(CPU, granularity=size)).heaviest.bytes for size in (1, 512))
+    fine, coarse = (peaks(made, machine=replace(CPU, granularity=size)).heaviest.bytes for size in (1, 512))
     assert fine <= coarse
-    assert memory(made, machine=CUDA).heaviest.bytes % 512 == 0
+    assert peaks(made, machine=CUDA).heaviest.bytes % 512 == 0
 
 
-def test_more_samples_need_more_memory() -> None:
+def test_more_samples_need_more_peaks() -> None:
     graph = graph_of("vgg16-cifar")
     plans: list[Plan] = [named("data", graph, ranks=2, batch=batch) for batch in (8, 16, 32)]
-    sizes = [memory(pipeline(graph, plan)).heaviest.bytes for plan in plans]
+    sizes = [peaks(pipeline(graph, plan)).heaviest.bytes for plan in plans]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "fourfold"
 
-VALUES = {"errors", "units", "timeline", "index", "files", "table"}
+VALUES = {"errors", "units", "timeline", "index", "files", "table", "optimizers"}
 THOUGHT = VALUES | {"graph", "ops", "plans"}
 ALL = THOUGHT | {"models", "cluster", "oracle", "planner", "runtime", "gauge", "reproduce", "report"}
 DOOR = "__init__"  # fourfold/__init__.py, which looks its names up lazily

@@ -1,7 +1,8 @@
 """What autograd really keeps of an op, seen by its hooks, against what rules and kernels say it keeps: byte for byte.
 
 Cases are those of the op matrix, in float32 as models train, on one rank and divided over two. Memory of operands and
-results is told from other memory by its storage. Stored tensors are there anyway, and single numbers do not count.
+results is told from other memory by its storage. Stored tensors are there anyway and their bytes do not count, but which of
+them are kept does: where weights are divided, these are gathered for backward. Single numbers do not count.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from fourfold.oracle.saving import Share, saving
 from fourfold.plans import Plan, lower
 from fourfold.plans.mesh import Mesh
-from fourfold.plans.program import Compute
+from fourfold.plans.program import Compute, Program
+from fourfold.plans.saving import Share, saving
 from fourfold.runtime import execute
 from fourfold.runtime.execute import Executor
 from fourfold.runtime.kernels import Randomness, build
@@ -29,7 +30,7 @@ from fourfold.runtime.materialise import cut
 from fourfold.runtime.world import World
 from matrix import AXIS, Case, Prepared
 from op_matrix_page import CASES
-from ranks import Job, pool, world_of
+from ranks import Job, lists_of, pool, world_of
 
 FLOAT32 = {"float64": torch.float32}
 HIGH = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -48,9 +49,13 @@ class Seen:
     buffers: int
     said_tensors: int
     said_buffers: int
+    weights: tuple[int, ...] = ()  # the operands that are parameters and are kept
+    said_weights: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
+        if self.weights != self.said_weights:
+            return False
         if self.op in HIGH or (self.divided and self.op in HIGH_DIVIDED):
             return self.tensors + self.buffers <= self.said_tensors + self.said_buffers
         return (self.tensors, self.buffers) == (self.said_tensors, self.said_buffers)
@@ -71,7 +76,9 @@ def _inside(run: Callable[..., Any]) -> list[Tensor]:
     return [leaf for leaf in cells if isinstance(leaf, Tensor)] + inner
 
 
-def watched(step: Compute, run: Callable[..., Any], coords: Any, stored: set[str], seen: list[Seen]) -> Callable[..., Any]:
+def watched(step: Compute, run: Callable[..., Any], coords: Any, program: Program, seen: list[Seen]) -> Callable[..., Any]:
+    stored, weights = set(program.stored), {p.name for p in program.graph.parameters if not p.buffer}
+
     def known(*tensors: Tensor) -> Any:
         kept: dict[int, int] = {}
         keep: list[Tensor] = []
@@ -93,6 +100,7 @@ def watched(step: Compute, run: Callable[..., Any], coords: Any, stored: set[str
         share = Share(step, coords, *sizes)
         said = saving(share, [t.requires_grad for t in tensors])
         places = _places([tensors[k] if k >= 0 else results[-1 - k] for k in said.tensors])
+        mine = [k for k, slot in enumerate(step.inputs) if slot in weights]
         seen.append(
             Seen(
                 op=step.op.target.split(".")[1].rstrip("_"),
@@ -101,6 +109,8 @@ def watched(step: Compute, run: Callable[..., Any], coords: Any, stored: set[str
                 buffers=_bytes({p: n for p, n in kept.items() if p not in known_memory}),
                 said_tensors=_bytes({p: n for p, n in places.items() if p not in there}),
                 said_buffers=sum(size for size in said.buffers if size > 8),
+                weights=tuple(k for k in mine if set(_places([tensors[k]])) & set(kept)),
+                said_weights=tuple(k for k in mine if k in said.tensors),
             )
         )
         return out
@@ -119,17 +129,18 @@ def _observed(job: Job) -> list[Seen]:
     world = World(job.plan.mesh, rank=0, device=torch.device("cpu")) if one else world_of(job.plan.mesh)
 
     class Watching(Executor):
-        def _bound(self, step: Any) -> Any:
-            if isinstance(step, Compute):
-                run = build(step, self.local)
-                return execute._compute(step, watched(step, run, world.coords, set(self.program.stored), seen))
-            return super()._bound(step)
+        def _bound(self, size: int, action: Any) -> Any:
+            if isinstance(action, Compute):
+                run = build(action, self.local)
+                return execute._compute(action, watched(action, run, world.coords, self.program, seen))
+            return super()._bound(size, action)
 
     def load(key: str, layout: Any) -> Tensor:
         part = cut(job.state[key], layout, world).clone()
         return part.float() if part.is_floating_point() else part
 
-    executor = Watching(lower(job.graph, job.plan), world, load, dtypes=FLOAT32, randomness=Randomness())
+    lists = lists_of(lower(job.graph, job.plan), world)
+    executor = Watching(lists, world, load, dtypes=FLOAT32, randomness=Randomness())
     names = (*job.graph.inputs, *job.graph.targets)
     executor.forward({n: executor.cut(n, t) for n, t in zip(names, job.inputs, strict=True)}, next(iter(executor.programs)))
     return seen

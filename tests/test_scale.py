@@ -7,6 +7,7 @@ import itertools
 import time
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from fourfold.cluster import Cluster, cluster_named, preset_names
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.alike import alike
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.machine import CPU, CUDA, Machine
 from fourfold.oracle.memory import memory
@@ -26,7 +26,9 @@ from fourfold.oracle.rank import RankReplay
 from fourfold.oracle.rhythm import Rhythm
 from fourfold.oracle.traffic import Traffic, pair_kind, traffic
 from fourfold.plans import Options, Pipeline, Program, named, pipeline
+from fourfold.plans.alike import alike
 from fourfold.plans.layout import Layout
+from fourfold.plans.placement import Placement
 from small import graph_of
 
 STRATEGIES = ("data", "data+filter:model=4", "data+spatial:space=2", "data+pipeline:stages=2", "fsdp")
@@ -53,6 +55,21 @@ def devices(count: int) -> Cluster:
 
 def lowered(graph: Graph, strategy: str, ranks: int, batch: int, **options: int) -> Pipeline:
     return pipeline(graph, named(strategy, graph, ranks=ranks, batch=batch, options=Options(**options)))  # type: ignore[arg-type]
+
+
+def placed(made: Pipeline, machine: Machine) -> Placement:
+    """All ranks on one host, with the devices of a kind of machine."""
+    size = made.plan.size
+    return Placement(hosts=(0,) * size, devices=("gpu" if machine.gpu else "cpu",) * size)
+
+
+Replayed = TypeVar("Replayed", bound=RankReplay)
+
+
+def replay(
+    made: Pipeline, rank: int, machine: Machine, kind: type[Replayed] = RankReplay, *, optimizer: str = "sgd"
+) -> Replayed:
+    return kind(made, rank, placement=placed(made, machine), machine=machine, optimizer=optimizer)
 
 
 def asked(strategy: str, ranks: int) -> int:
@@ -93,7 +110,7 @@ def test_ranks_said_to_be_alike_have_the_same_shapes_and_peaks(name: str, strate
         shapes = [{tuple(at.local_shape(mesh.coords(m)) for at in layouts) for m in members} for members in kinds]
         assert all(len(some) == 1 for some in shapes) and len(set().union(*shapes)) == len(kinds)
         for members in kinds:
-            first, last = (RankReplay(made, place[m], "adamw", CPU).peak((0,)) for m in (members[0], members[-1]))
+            first, last = (replay(made, place[m], CPU, optimizer="adamw").peak((0,)) for m in (members[0], members[-1]))
             assert first == last
 
 
@@ -109,9 +126,11 @@ def _layouts(program: Program) -> list[Layout]:
 def test_kinds_that_share_what_was_worked_out_have_the_peaks_they_have_alone(name: str, strategy: str, batch: int) -> None:
     made = lowered(graph_of(name), strategy, 8, batch)
     for machine in (CPU, CUDA):
-        found = memory(made, optimizer="adamw", machine=machine).peaks
+        found = memory(made, placed(made, machine), optimizer="adamw", machine=machine).peaks
         assert len(found) > 1
-        assert list(found) == [RankReplay(made, peak.ranks[0], "adamw", machine).peak(peak.ranks) for peak in found]
+        assert list(found) == [
+            replay(made, peak.ranks[0], machine, optimizer="adamw").peak(peak.ranks) for peak in found
+        ]
 
 
 class Patient(RankReplay):
@@ -137,7 +156,8 @@ def test_micro_batches_that_are_skipped_change_no_peak(
 ) -> None:
     made = lowered(graph_of(name), strategy, 4, 48, **options)
     for place in made.places:
-        short, long = (kind(made, place[0], "momentum", machine).peak((0,)) for kind in (RankReplay, Patient))
+        both = (replay(made, place[0], machine, kind, optimizer="momentum") for kind in (RankReplay, Patient))
+        short, long = (each.peak((0,)) for each in both)
         assert short == long
 
 
@@ -152,10 +172,10 @@ def test_a_full_pipeline_is_not_followed_through_every_micro_batch() -> None:
             super()._forward(task)  # type: ignore[arg-type]
 
     for rank in range(4):
-        replay = Noting(made, rank, "sgd", CPU)
-        replay._run["F"] = replay._forward
-        replay.peak((rank,))
-        assert replay.forwards <= 2 * (4 - rank) + 6 < 96
+        found = replay(made, rank, CPU, Noting)
+        found._run["F"] = found._forward
+        found.peak((rank,))
+        assert found.forwards <= 2 * (4 - rank) + 6 < 96
 
 
 def test_a_chain_of_ops_that_nothing_places_is_no_deep_recursion() -> None:

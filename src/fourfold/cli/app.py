@@ -276,6 +276,7 @@ def _foretold(
     from fourfold.gauge.measuring import foretold
     from fourfold.plans import pipeline
     from fourfold.plans.pipeline import check_runnable
+    from fourfold.runtime.world import here
 
     lowered = pipeline(seen.graph, made)
     check_runnable(made)
@@ -283,10 +284,14 @@ def _foretold(
     say("timing kernels")
     exact = one_of("precision", precision, PRECISIONS)
     try:
-        return foretold(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
+        found = foretold(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
     except Damaged as error:  # this machine's own calibration, which only the prediction needs
         voice.note(f"no prediction is made: {error}")
         return None
+    running = team(here, team.count)[0]
+    for difference in found.prices.placement.differences(running) if found is not None else ():
+        voice.note(f"{difference}; --cluster says what the prediction is for")
+    return found
 
 
 def _prepared(

@@ -106,7 +106,8 @@ def settle() -> None:
 def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_model: str) -> Setting:
     """What a plan for so many devices is predicted for; refuses names nobody knows and a cluster that is too small."""
     from fourfold.cluster import cluster_named
-    from fourfold.cluster.parts import OPTIMIZERS, PRECISIONS
+    from fourfold.cluster.parts import PRECISIONS
+    from fourfold.optimizers import OPTIMIZERS
     from fourfold.oracle.figures import COST_MODELS, Setting
     from fourfold.oracle.table import known_prices
 
@@ -117,7 +118,7 @@ def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_mod
     for kind, _ in found.runs_in_use():
         kind.rate(prices.precision)  # refuses what a device does not compute in
     model = one_of("cost model", cost_model, COST_MODELS)
-    return Setting(prices=prices, optimizer=one_of("optimizer", optimizer, OPTIMIZERS), model=model)
+    return Setting(prices=prices, optimizer=one_of("optimizer", optimizer, tuple(OPTIMIZERS)), model=model)
 
 
 def priced(graph: Graph, asked_for: Setting) -> Graph:

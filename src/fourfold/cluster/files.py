@@ -12,11 +12,12 @@ from typing import Any, cast
 from fourfold.cluster import quantity as q
 from fourfold.cluster.cache import write_below
 from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured, Waits
-from fourfold.cluster.parts import KINDS, OPTIMIZERS, PRECISIONS, Device, Kind, Link, Nodes, Sources
+from fourfold.cluster.parts import KINDS, PRECISIONS, Device, Kind, Link, Nodes, Sources
 from fourfold.cluster.spec import Cluster
 from fourfold.cluster.table import LARGEST, MOST_BYTES, SOURCE, ClusterTable, read_table, toml_text
 from fourfold.errors import Damaged, Error, InvalidInput, nearest
 from fourfold.files import read_text
+from fourfold.optimizers import OPTIMIZERS
 from fourfold.table import NAME
 
 VERSION = 1

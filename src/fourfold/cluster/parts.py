@@ -13,7 +13,6 @@ from fourfold.errors import InvalidInput
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-OPTIMIZERS = ("sgd", "momentum", "adamw")
 Kind = Literal["gpu", "cpu", "fpga"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

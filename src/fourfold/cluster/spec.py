@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 from fourfold.cluster.measured import Curve, Measured, Waits
 from fourfold.cluster.parts import Device, Link, Nodes
@@ -88,6 +88,13 @@ class Cluster:
     def node(self, rank: int) -> int:
         run = self._run(rank)
         return self._runs[run] + (rank - self._firsts[run]) // self.nodes[run].devices
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, str], ...]:
+        """The node and the kind of device of every rank in use."""
+        runs = zip(self.nodes, self._runs, strict=False)
+        nodes = ((first + k, self._kinds[run.device].kind, run.devices) for run, first in runs for k in range(run.count))
+        return tuple(islice(((node, kind) for node, kind, count in nodes for _ in range(count)), self.size))
 
     def node_ranks(self, node: int) -> range:
         """The ranks in use on a node."""

@@ -17,12 +17,12 @@ import torch
 
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, Waits, local
 from fourfold.cluster.local import usable_cores
-from fourfold.cluster.parts import OPTIMIZERS
 from fourfold.errors import InvalidInput
 from fourfold.gauge.collectives import FULL, Effort, Found, Request, measured, rates, waited
 from fourfold.gauge.kernels import Sample, Timing
 from fourfold.gauge.middle import apart, middle, strays
 from fourfold.gauge.pace import felt, keep_pace, kept_pace, pace_now
+from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.prices import KernelTime
 from fourfold.plans.mesh import divisors
 from fourfold.runtime.board import host_of_this_process

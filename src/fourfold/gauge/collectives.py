@@ -14,24 +14,30 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fourfold.cluster import OWN, Collective
-from fourfold.cluster.parts import OPTIMIZERS
+from fourfold.errors import InvalidInput
+from fourfold.optimizers import OPTIMIZERS
 from fourfold.plans.buckets import RING_BYTES, gradient_bytes
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.paths import Paths
+from fourfold.plans.policy import DEFAULT
+from fourfold.plans.program import Move
 from fourfold.runtime import wire
-from fourfold.runtime.board import CAPACITY, Board
+from fourfold.runtime.board import Board
 from fourfold.runtime.carrier import Gathered
 from fourfold.runtime.ring import Shared
-from fourfold.runtime.shared_sum import SharedSums
+from fourfold.runtime.shared_sum import SharedSum
 from fourfold.runtime.trial import optimizer_named
-from fourfold.runtime.world import World
+from fourfold.runtime.world import World, running_placement
+
+T = TypeVar("T")
 
 DATA = ("data",)  # the axis of the ranks of a group
 PLACES = 8  # for gradients that are dealt out: ranks may be so many repetitions apart
@@ -93,7 +99,7 @@ def measured(request: Request, sizes: Sequence[float]) -> Found:
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
     stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
-    sizes = [size for size in sizes if request.collective != "shared_gather" or size <= CAPACITY]
+    sizes = [size for size in sizes if request.collective != "shared_gather" or size <= DEFAULT.small_bytes]
     blocks = {}
     for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))
@@ -219,26 +225,29 @@ class _Stretch:
 
 
 def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any] | None]:
-    """For a size in bytes, a function that does the collective once, or None where common memory has no room for it; ranks
-    outside all groups do nothing."""
+    """For a size in bytes, a function that does the collective once, or None where shared memory has no room for it; ranks
+    outside all groups do nothing. All ranks must call."""
+    device = torch.device("cpu")
+    placement = running_placement(device, dist.get_world_size())
     if mine is None:
         return lambda size: lambda: None
-    count, kind = len(mine), request.collective
-    world = World(Mesh.of(data=count), rank=mine.index(dist.get_rank()), device=torch.device("cpu"), ranks=mine)
+    count, kind, mesh = len(mine), request.collective, Mesh.of(data=len(mine))
+    paths = Paths(mesh, mine, placement, DEFAULT)
+    world = World(mesh, rank=mine.index(dist.get_rank()), device=device, ranks=mine, paths=paths)
     world._groups["inline", DATA] = group
     if kind.startswith("shared"):
-        return _shared(kind, group, world)
+        return _shared(kind, group, world) if paths.near(DATA) else lambda size: None
 
     def run(size: int) -> Callable[[], Any]:
         n = max(size // 4, 1)
         one, all_of = torch.zeros(n), torch.zeros(n * count)
         if kind == "all_reduce":
             return lambda: dist.all_reduce(one, group=group)
-        first = wire.alone(world, DATA, n * (count - 1))
+        direct = paths.one_to_all(kind, DATA, world.rank, n * (count - 1)) == "direct"
         if kind == "all_gather":
-            return lambda: wire.all_gather(all_of, one, group, first=first).wait()
+            return lambda: wire.all_gather(all_of, one, group, direct=direct).wait()
         if kind == "reduce_scatter":
-            return lambda: wire.reduce_scatter(one, all_of, group, first=first)
+            return lambda: wire.reduce_scatter(one, all_of, group, direct=direct)
         if kind == "all_to_all":
             return _all_to_all(world, max(n // (count - 1), 1), group)
         return lambda: _ping(one, mine)  # there and back: `measured` halves it
@@ -250,10 +259,10 @@ def _all_to_all(world: World, each: int, group: Any) -> Callable[[], Any]:
     """So many elements from every rank for every other; within a host gloo copies as many for the rank itself, about what a
     program does beside it."""
     count, me = world.mesh.size, world.rank
-    first = wire.apart(world, DATA, each * (count - 1))
-    parts = [0 if first and k == me else each for k in range(count)]
+    direct = world.paths.all_to_all(DATA, me, each * (count - 1)) == "direct"
+    parts = [0 if direct and k == me else each for k in range(count)]
     total = sum(parts)
-    return lambda: wire.all_to_all(torch.empty(total), torch.zeros(total), parts, parts, group, first=first).wait()
+    return lambda: wire.all_to_all(torch.empty(total), torch.zeros(total), parts, parts, group, direct=direct).wait()
 
 
 def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
@@ -269,21 +278,21 @@ def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
 
 def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:
     if kind == "shared_gather":
-        board = Board.open(group, 60.0)
+        board = _if_room(lambda: Board.open(group, 60.0, DEFAULT.small_bytes))
         return lambda size: None if board is None else lambda: board.gather(torch.zeros(max(size // 4, 1)))
     if kind in OWN:
         return lambda size: _divided(kind, world, -(-size // 4))
 
     def run(size: int) -> Callable[[], Any] | None:
         parameter = torch.zeros(max(size // 4, 1), requires_grad=True)
-        sums = SharedSums({"p": parameter}, {"p": ("data",)}, world)
+        shared = _if_room(lambda: SharedSum.open([parameter], DATA, world))
         gradient = torch.zeros(parameter.shape)
-        if not sums.names:
+        if shared is None:
             return None
 
         def once() -> None:
             parameter.grad = gradient
-            sums.finish()
+            shared.sum()
 
         return once
 
@@ -295,10 +304,11 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     those of a layer are. `measured` halves it."""
     whole = Layout.same((numel,))
     exchange = Exchange(world.mesh, whole.divided(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
-    (there,), (back,) = exchange.steps, exchange.adjoint.steps
     shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
-    weights = [Gathered(k, name, there, back, (numel,), shard) for k, (name, shard) in enumerate(shards.items())]
-    carrier = Shared.open(weights, shards, world, room=min(RING_BYTES, 2 * PLACES * gradient_bytes(back, 4)))
+    moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
+    weights = [Gathered(move, (numel,), shards[move.value]) for move in moves]
+    ring = min(RING_BYTES, 2 * PLACES * gradient_bytes(exchange.adjoint.steps[0], 4))
+    carrier = _if_room(lambda: Shared(weights, shards, world, ring))
     if carrier is None:
         return None
     gradients = [torch.zeros(numel) for _ in weights]
@@ -317,6 +327,14 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     for _ in range(PLACES):  # in training the places of gradients are known from the step before
         give()
     return give
+
+
+def _if_room(make: Callable[[], T]) -> T | None:
+    """What uses shared memory; None where there is no room for it."""
+    try:
+        return make()
+    except InvalidInput:
+        return None
 
 
 def rates() -> dict[str, float]:

@@ -28,10 +28,10 @@ from fourfold.gauge.middle import KNOWN, apart, middle, strays
 from fourfold.gauge.pace import Pace, by_host, felt, with_a_core_each
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
-from fourfold.oracle.alike import alike
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.prices import KernelTime
 from fourfold.oracle.table import rounded
+from fourfold.plans.alike import alike
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Pipeline
 from fourfold.plans.program import Compute, inside
@@ -112,14 +112,14 @@ class Alone(World):
     def group(self, axes: tuple[str, ...], purpose: str = "inline") -> Any:
         return self._own
 
-    def summed(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def summed(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
+        return tensor.clone()
+
+    def maximum(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         return tensor.clone()
 
     def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         return tensor.unsqueeze(0).expand(self.extent(axes), *tensor.shape).clone()
-
-    def board(self, axes: tuple[str, ...]) -> None:
-        return None
 
 
 class Timing:

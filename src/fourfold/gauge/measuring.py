@@ -18,8 +18,8 @@ from fourfold.plans.pipeline import Pipeline, pipeline
 from fourfold.runtime.board import host_of_this_process
 from fourfold.runtime.crew import Joined, is_leader, share
 from fourfold.runtime.launch import Ranks
+from fourfold.runtime.precision import PRECISIONS
 from fourfold.runtime.subject import subject
-from fourfold.runtime.trial import PRECISIONS
 
 ONCE = Rounds(1, 1)
 TWICE = Rounds(2, 2)  # for a search: plans that win by less than a kernel strays are as good as each other

@@ -60,6 +60,11 @@ def computed_as(precision: str) -> dict[str, str]:
     return _DOUBLE if precision == "fp64" else {}
 
 
+def item_bytes(dtype: str, precision: str) -> int:
+    """Bytes of an element of a graph's dtype when the graph is run in a precision."""
+    return ITEM_BYTES[computed_as(precision).get(dtype, dtype)]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor; `shape` may hold `Size` entries until `Graph.at`."""
@@ -197,6 +202,16 @@ class Graph:
             if live & set(op.results) and not op.target.startswith("aten.detach"):
                 live.update(name for name in op.operands if self.values[name].is_float)
         return frozenset(live)
+
+    @cached_property
+    def live(self) -> frozenset[str]:
+        """The values that have a gradient: it comes to them, and they depend on a trainable parameter by other ways than
+        through a detach."""
+        trained = {p.name for p in self.parameters if p.trainable}
+        for op in self.ops:
+            if trained & set(op.operands) and not op.target.startswith("aten.detach"):
+                trained.update(name for name in op.results if self.values[name].is_float)
+        return self.reached & trained
 
     @cached_property
     def producer(self) -> dict[str, Op]:

@@ -90,7 +90,7 @@ class Nest:
     shard, where the plain ATen call does not do. `anchor`: the op has a split of its own; others follow their inputs.
     `saved`: operands (``0, 1...``) and results (``-1, -2...``) autograd keeps for backward; `when`: operands it keeps only if
     one of these operands needs a gradient; `kept`: what else it keeps. All three are of the op itself: where a kernel with
-    collectives takes its place, `oracle.saving` knows what that keeps.
+    collectives takes its place, `plans.saving` knows what that keeps.
     """
 
     loops: tuple[Loop, ...]
@@ -171,13 +171,13 @@ class Call:
 
     def __init__(self, op: Op, graph: Graph, names: str) -> None:
         self.op, self.graph = op, graph
-        self._names = names.split()
+        self.names = names.split()
 
     def __getitem__(self, name: str) -> Any:
         return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        at = self._names.index(name)
+        at = self.names.index(name)
         if at < len(self.op.args):
             return self.op.args[at]
         return self.op.kwargs.get(name, default)

@@ -19,9 +19,13 @@ def _nest(
     operands: list[tuple[Dim, ...]],
     kernel: str,
     kept: tuple[Kept, ...],
+    weights: tuple[str, ...],
 ) -> Nest:
+    """`weights`: of the operands that follow the input, those torch's backward reads, where they are given."""
+    given = [name for name in ("weight", "bias") if name in call.names and call[name] is not None]
+    saved = (0, *(1 + given.index(name) for name in weights if name in given))
     return Nest(
-        loops=loops, operands=(x, *operands), results=(x,), kernel=kernel, flops=8 * math.prod(call.result), saved=(0,),
+        loops=loops, operands=(x, *operands), results=(x,), kernel=kernel, flops=8 * math.prod(call.result), saved=saved,
         kept=kept,
     )  # fmt: skip
 
@@ -41,10 +45,10 @@ def batch_norm(op: Op, graph: Graph) -> Nest | None:
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     stats: list[tuple[Dim, ...]] = [(("c",),) for _ in given]
     if whole_batch:
-        return _nest(call, tuple(loops), dims, stats, "batch_norm", (Kept((("c",),)),) * 2 if joint else ())
+        return _nest(call, tuple(loops), dims, stats, "batch_norm", (Kept((("c",),)),) * 2 if joint else (), ("weight",))
     rows = Kept((("n",), ("c",)))  # moments, and weight and running moments repeated for every sample
     count = 2 * joint + ("weight" in given) + 2 * ("running_mean" in given)
-    return _nest(call, tuple(loops), dims, stats, "instance_norm", (rows,) * count)
+    return _nest(call, tuple(loops), dims, stats, "instance_norm", (rows,) * count, ())
 
 
 @rule("group_norm")
@@ -59,7 +63,7 @@ def group_norm(op: Op, graph: Graph) -> Nest | None:
     )
     dims: tuple[Dim, ...] = (("n",), ("g", "c"), *((f"d{i}",) for i in range(len(x) - 2)))
     affine: list[tuple[Dim, ...]] = [(("g", "c"),) for name in ("weight", "bias") if call[name] is not None]
-    return _nest(call, loops, dims, affine, "group_norm", (Kept((("n",), ("g",))),) * 2)
+    return _nest(call, loops, dims, affine, "group_norm", (Kept((("n",), ("g",))),) * 2, ("weight",))
 
 
 @rule("layer_norm", "rms_norm")
@@ -77,4 +81,4 @@ def layer_norm(op: Op, graph: Graph) -> Nest | None:
     kept = (moments, moments)
     if op.target.startswith("aten.rms"):  # the normalised rows too, where a weight multiplies them
         kept = (moments, *((Kept(dims),) if affine else ()))
-    return _nest(call, loops, dims, affine, "layer_norm", kept)
+    return _nest(call, loops, dims, affine, "layer_norm", kept, names)

@@ -5,7 +5,7 @@ its items; what no term tells apart (routing, other jobs, input data) is not her
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fourfold.oracle.finding import (
@@ -157,8 +157,7 @@ def _by_axes(case: Case, part: Part) -> dict[tuple[str, ...], list[tuple[Item, i
 
 def _cost(prices: Prices, item: Item, groups: tuple[tuple[int, ...], ...]) -> float:
     pattern: Any = item.pattern
-    price: Callable[..., Any] = prices.gradient_sum if pattern == "gradients" else prices.collective
-    return float((price(groups, item.size) if pattern == "gradients" else price(pattern, groups, item.size)).seconds)
+    return prices.collective(pattern, groups, item.size).seconds
 
 
 def weight_update(case: Case) -> Iterator[Finding]:

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 from fourfold.cluster import Device
 from fourfold.errors import Infeasible
-from fourfold.graph.spec import ITEM_BYTES, computed_as
+from fourfold.graph.spec import item_bytes
 from fourfold.oracle.items import CATEGORIES, Category, Item, total
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.replay import Lane, Machine, Replay, Work
-from fourfold.oracle.stage import BUCKET, StagePrices
+from fourfold.oracle.stage import StagePrices
 from fourfold.oracle.stream import Streamed, streamed
 from fourfold.oracle.traffic import pair_kind
-from fourfold.plans.boundary import Side, sizes
-from fourfold.plans.buckets import CHUNK_BYTES
-from fourfold.plans.pipeline import Part, Pipeline, Task
+from fourfold.plans.actions import GatherSlices
+from fourfold.plans.boundary import sizes
+from fourfold.plans.pipeline import UNTIMED, Part, Pipeline
 from fourfold.plans.schedule import FUSED
 from fourfold.timeline import Event, Timeline
 
@@ -66,14 +66,9 @@ class _Estimating:
     def __init__(self, pipeline: Pipeline, prices: Prices, optimizer: str) -> None:
         self.pipeline, self.prices, self.optimizer = pipeline, prices, optimizer
         self.plan, self.cluster = pipeline.plan, prices.cluster
-        dtypes = computed_as(prices.precision)
-        self.dtypes = dtypes
-        live = pipeline.cut.live
-        self.stages = {
-            (part.index, size): StagePrices(part, size, prices, live, dtypes, self._beside(part))
-            for part in pipeline.parts
-            for size in part.programs
-        }
+        lists = pipeline.lists(prices.placement, prices.precision)
+        beside = {part.index: self._beside(part) for part in pipeline.parts}
+        self.stages = {key: StagePrices(found, prices, beside[key[0]]) for key, found in lists.items()}
         self.items: dict[tuple[int, str, int], list[Item]] = {}
         for (index, size), stage in self.stages.items():
             self.items[index, "F", size], self.items[index, "B", size] = stage.forward(), stage.backward(last=False)
@@ -125,7 +120,7 @@ class _Estimating:
         out: dict[tuple[int, str], tuple[Item, ...]] = {}
         for part in self.pipeline.parts:
             out |= {(part.index, kind): tuple(self.items[part.index, kind, first]) for kind in ("F", "B")}
-            sent = [item for item in self.items[part.index, LAST, last] if item.starts.startswith(BUCKET)]
+            sent = [item for item in self.items[part.index, LAST, last] if item.starts.startswith("bucket")]
             out[part.index, "sums"] = (*sent, *self.sums[part.index])
         return out
 
@@ -143,7 +138,7 @@ class _Estimating:
         nodes = Counter(map(self.cluster.node, ranks))
         part = self._parts(ranks[0])[0]
         beside = sum(self.cluster.node(r) in nodes for others in self._beside(part) for r in others)
-        tasks = (*self.pipeline.tasks(ranks[0]), Task(kind="update", stage=part.index))
+        tasks = tuple(task for task in self.pipeline.tasks(ranks[0]) if task.kind not in UNTIMED)
         return Lane(first=ranks[0], tasks=tasks, nodes=tuple(nodes.items()), beside=beside)
 
     def _parts(self, rank: int) -> list[Part]:
@@ -174,9 +169,8 @@ class _Estimating:
         return out
 
     def _message(self, source: int, target: int, value: str, size: int) -> float:
-        here, there = (self._side(stage, value, size) for stage in (source, target))
-        dtype = self.pipeline.loss.graph.values[value].dtype
-        item = ITEM_BYTES[self.dtypes.get(dtype, dtype)]
+        here, there = (self.pipeline.side(stage, value, size) for stage in (source, target))
+        item = item_bytes(self.pipeline.loss.graph.values[value].dtype, self.prices.precision)
         moved: dict[tuple[object, ...], int] = {}  # by kind of pair: what each gives, and what each takes
         pairs: dict[tuple[object, ...], tuple[int, int]] = {}
         for giver, taker, numel in sizes(here, there):
@@ -189,22 +183,17 @@ class _Estimating:
         costs = (self.prices.collective("send", (pairs[kind],), float(numel * item)) for kind, numel in largest.items())
         return max((cost.seconds for cost in costs), default=0.0)
 
-    def _side(self, stage: int, value: str, size: int) -> Side:
-        part = self.pipeline.parts[stage]
-        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
-
     def _ties(self) -> float:
-        """Seconds to add up the gradients of tied parameters: to the owner and back, one after the other."""
+        """Seconds to add up the gradients of tied parameters, one message between two stages after the other."""
         seconds = 0.0
-        for name, (owner, *others) in self.pipeline.cut.tied.items():
-            spec = self.pipeline.loss.graph.values[name]
-            size = float(spec.numel * ITEM_BYTES[self.dtypes.get(spec.dtype, spec.dtype)])
-            home = self.pipeline.parts[owner].stage.ranks
-            for stage in others:
-                away = self.pipeline.parts[stage].stage.ranks
-                if away[0] != home[0]:
-                    part = size / max(min(len(home), len(away)), 1)
-                    seconds += 2 * self.prices.collective("send", ((home[0], away[0]),), part).seconds
+        for tie in self.pipeline.ties:
+            spec = self.pipeline.loss.graph.values[tie.name]
+            size = float(spec.numel * item_bytes(spec.dtype, self.prices.precision))
+            here, there = (self.pipeline.parts[stage].stage.ranks for stage in (tie.giver, tie.taker))
+            if here[0] != there[0]:
+                part = size / max(min(len(here), len(there)), 1)
+                pair = (there[0], here[0]) if tie.add else (here[0], there[0])
+                seconds += self.prices.collective("send", (pair,), part).seconds
         return seconds
 
     def _asked(self, lane: int) -> float:
@@ -224,17 +213,17 @@ class _Estimating:
         update = sum(self.prices.update(self.optimizer, stage.updated_bytes(), first) for stage in stages)
         copied, gathered = 0.0, 0.0
         for stage in stages:
-            for axes, size in stage.shared_bytes().items():
-                copied += self.prices.copying(2 * size, first)
-                gathered += self._gathered(stage.meeting.groups(axes), size)
+            for slices in stage.messages.slices:
+                copied += self.prices.copying(2 * stage.gathered_bytes(slices), first)
+                gathered += self._gathered(stage, slices)
         return Work(seconds=update + copied, still=gathered), update
 
-    def _gathered(self, groups: tuple[tuple[int, ...], ...], size: float) -> float:
-        """Seconds of gathering slices of parameters, a few megabytes at a time."""
-        rounds = math.ceil(size / len(groups[0]) / CHUNK_BYTES)
-        if self.prices.together(groups):
-            return rounds * self.prices.collective("shared_gather", groups, 8.0).seconds
-        return rounds * self.prices.collective("all_gather", groups, min(CHUNK_BYTES, size / len(groups[0]))).seconds
+    def _gathered(self, stage: StagePrices, slices: GatherSlices) -> float:
+        """Seconds of gathering slices of parameters, a chunk at a time; through shared memory, of waiting for each other."""
+        groups, size = stage.meeting.groups(slices.axes), float(slices.elements * stage.messages.item(slices.names[0]))
+        if slices.path == "shared":
+            return slices.rounds * self.prices.collective("shared_gather", groups, 8.0).seconds
+        return slices.rounds * self.prices.collective("all_gather", groups, size).seconds
 
     def _terms(self, events: Sequence[Event], lane: int) -> dict[Category, float]:
         out: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)

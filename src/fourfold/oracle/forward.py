@@ -1,7 +1,7 @@
-"""A program's forward on one rank with blocks of memory instead of numbers, written down for its backward.
+"""A program's forward on one rank with blocks of memory instead of numbers: its list, written down for its backward.
 
-Slots are made and freed in the runtime's order. What an op keeps, which results are views, and which gradients are merely
-passed on are told by `saving` and `results`; exchanges, passes and recomputed segments are those of `runtime`.
+What an op keeps, which results are views, and which gradients are merely passed on are told by `plans.saving` and
+`plans.results`; the memory of exchanges is that of `runtime.exchange`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,33 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fourfold.graph.spec import item_bytes
 from fourfold.oracle import gpu
-from fourfold.oracle.alike import share_of
-from fourfold.oracle.heap import Block, Gathered
+from fourfold.oracle.divided import DividedWeights
+from fourfold.oracle.heap import Block
 from fourfold.oracle.moving import Moved, moving
-from fourfold.oracle.results import Strided, passes, results, strided
-from fourfold.oracle.saving import Saving, Share, saving
 from fourfold.oracle.tape import Env, Node, Tape, Tensor, Var
-from fourfold.oracle.wired import Bunches, Sums
 from fourfold.oracle.workspace import Workspace, workspace
-from fourfold.plans.buckets import is_gather
-from fourfold.plans.lifetimes import frees, overwriting, reads, writes
-from fourfold.plans.program import Compute, Move, Program, Repeat, Step
-
-
-@dataclass
-class Wires:
-    """How weights come to a rank forward and backward, and their gradients to their owners."""
-
-    there: Bunches
-    back: Bunches
-    sums: Sums
+from fourfold.plans.actions import (
+    Action,
+    Await,
+    Bunch,
+    Fetch,
+    Free,
+    Give,
+    Launch,
+    Limit,
+    Opening,
+    Release,
+    RunPasses,
+    RunSegment,
+)
+from fourfold.plans.alike import share_of
+from fourfold.plans.buckets import Bucket
+from fourfold.plans.lists import StageList
+from fourfold.plans.program import Compute, Move
+from fourfold.plans.results import Strided, passes, results, strided
+from fourfold.plans.saving import Saving, Share, saving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,50 +55,84 @@ class Facts:
 class Known:
     """What was found out of programs and steps, by their identity, for all ranks that run them."""
 
-    lives: dict[int, tuple[Sequence[tuple[str, ...]], frozenset[int]]] = field(default_factory=dict)  # of the programs' slots
     facts: dict[tuple[object, ...], Facts] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Forward(Tape):
     """One rank's forwards."""
 
+    lists: StageList
     recording: bool = True
     keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
-    again: list[Node] = field(default_factory=list)  # what the second run of a segment wrote down
-    wired: Wires | None = None  # gathered weights travel so; through common memory without it
+    leaves: dict[str, Var] = field(default_factory=dict)  # of the stored tensors that have gradients
     known: Known = field(default_factory=Known)
     facts: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # of this rank, by the identity of a step
 
-    def forward(self, program: Program, env: Env) -> None:
-        """Run all steps; what is left in the env is what the runtime has then."""
-        if id(program) not in self.known.lives:
-            self.known.lives[id(program)] = frees(program), overwriting(program)
-        free, over = self.known.lives[id(program)]
-        if self.wired is not None:
-            self.wired.there.reset()
-        at = 0
-        for low, high in program.segments:
-            self._steps(program.steps, range(at, low), env, free, over)
-            self._segment(program, low, high, env, free, over)
-            at = high
-        self._steps(program.steps, range(at, len(program.steps)), env, free, over)
+    def __post_init__(self) -> None:
+        self.weights = DividedWeights(self.heap, self.rank, self.lists.messages.item, self._landed)
+        self.pieces: list[Tensor] = []  # of the passes under way, by number
+        self.openings: dict[str, tuple[Block, Block]] = {}  # started exchanges of passes: results and buffers
 
-    def _steps(
-        self, steps: Sequence[Step], span: range, env: Env, free: Sequence[tuple[str, ...]], over: frozenset[int]
-    ) -> None:
-        for k in span:
-            self.step(steps[k], env, k in over)
-            for slot in free[k]:
-                self.heap.drop(env.pop(slot).block)
+    def forward(self, lists: StageList, env: Env) -> None:
+        """The forward list of a size of micro-batch; what is left in the env is what the runtime has then."""
+        self.lists = lists
+        self.weights.reset()
+        self._run_all(lists.forward, env)
 
-    def step(self, step: Step, env: Env, over: bool = False) -> None:
-        if isinstance(step, Compute):
-            self._compute(step, env, over)
-        elif isinstance(step, Move):
-            self._move(step, env)
-        else:
-            self._repeat(step, env)
+    def _run_all(self, actions: Sequence[Action], env: Env) -> None:
+        for action in actions:
+            if isinstance(action, Compute):
+                self._compute(action, env, id(action) in self.lists.in_place)
+            elif isinstance(action, Move):
+                self._move(action, env)
+            elif isinstance(action, Free):
+                for slot in action.slots:
+                    self.heap.drop(env.pop(slot).block)
+            elif isinstance(action, Fetch):
+                env[action.move.target] = self._gathered(action, env[action.move.source])
+            elif isinstance(action, RunPasses):
+                self._passes(action, env)
+            elif isinstance(action, RunSegment):
+                self._segment(action, env)
+            elif isinstance(action, (Launch, Await)) and isinstance(action.message, Opening):
+                self._open(action.message) if isinstance(action, Launch) else self._opened(action.message, env)
+            else:
+                self.act((action,))
+
+    def act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Launch):
+                self._launch(action)
+            elif isinstance(action, Await):
+                assert isinstance(action.message, Bunch)
+                self.weights.arrive(action.message)
+            elif isinstance(action, Fetch):
+                self.weights.refill(action.move, action.source)
+            elif isinstance(action, Release):
+                self.weights.release(action.move)
+            elif isinstance(action, Give):
+                self.weights.give(action.move, action.target)
+            elif isinstance(action, Limit):
+                self.weights.limit(action.most)
+
+    def _launch(self, action: Launch) -> None:
+        """Several gradients of a bucket are copied into its buffer; one is summed where it lies."""
+        if isinstance(action.message, Bunch):
+            self.weights.launch(action.message)
+        elif isinstance(action.message, Bucket) and len(action.message.names) > 1:
+            for name in action.message.names:
+                var = self.leaves.get(name)
+                if var is not None and var.grad is not None:
+                    self.heap.drop(var.grad)
+                    var.grad = None
+
+    def _landed(self, move: Move, shard: Block) -> None:
+        self.accumulate(self.leaves[move.source], shard)
+
+    def backward(self, nodes: list[Node], actions: Sequence[Action]) -> None:
+        self.weights.reset()
+        super().backward(nodes, actions)
 
     def _compute(self, step: Compute, env: Env, over: bool) -> None:
         self.heap.now = step.op.path
@@ -126,13 +166,16 @@ class Forward(Tape):
         return self.facts[key]
 
     def _found(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
-        share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self.machine.item, step.dtypes)))
+        share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self._item, step.dtypes)))
         space, kept = self._needs(share, [t.var is not None for t in ins])
         copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
         return Facts(
             share=share, lies=tuple(results(share, [t.lies for t in ins], over)), space=space, kept=kept,
             passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))), sizes=tuple(t.bytes for t in ins),
         )  # fmt: skip
+
+    def _item(self, dtype: str) -> int:
+        return item_bytes(dtype, self.lists.messages.precision)
 
     def _needs(self, share: Share, gradients: Sequence[bool]) -> tuple[Workspace, Saving]:
         """What the op takes for a while, and what it keeps."""
@@ -142,7 +185,7 @@ class Forward(Tape):
 
     def _kept(self, block: Block) -> Block:
         """A block autograd keeps; of a gathered weight it keeps a note."""
-        return block if block.gathered is not None else self.heap.hold(block)
+        return block if block.gathered else self.heap.hold(block)
 
     def _made(self, facts: Facts, ins: list[Tensor]) -> list[Tensor]:
         """The results: views of the first operand or new memory."""
@@ -172,26 +215,26 @@ class Forward(Tape):
             self.heap.pass_through(space, "workspace")
             return out
 
-        self.nodes.append(Node(step.op.path, read, made, saved, backward))
+        self.nodes.append(Node(step, step.op.path, read, made, saved, backward))
 
     # --- exchanges ---
 
     def _move(self, step: Move, env: Env) -> None:
         self.heap.now = f"exchange of {step.value}"
         source = env[step.source]
-        shape = step.exchange.target.local_shape(self.coords)
-        if source.block.kind == "weights" and is_gather(step):
-            env[step.target] = self._gather(step, source, shape)
-            return
-        there = moving(step.exchange, self.rank, source.item, self.machine)
-        block = self._moved(there, source.block, "exchange")
-        out = Tensor(block, Strided.fresh(shape), source.item)
+        there = moving(step.exchange, self.rank, source.item, self.lists.paths)
+        env[step.target] = self._arrived(step, source, self._moved(there, source.block, "exchange"))
+
+    def _arrived(self, step: Move, source: Tensor, block: Block) -> Tensor:
+        """The result of an exchange, and its adjoint written down."""
+        out = Tensor(block, Strided.fresh(step.exchange.target.local_shape(self.coords)), source.item)
         if source.var is not None:
             out.var = Var(size=out.bytes)
             if self.recording:
-                back = moving(step.exchange.adjoint, self.rank, source.item, self.machine)
-                self.nodes.append(Node(self.heap.now, [source.var], [out.var], [], lambda g: [self._back(back, g)]))
-        env[step.target] = out
+                back = moving(step.exchange.adjoint, self.rank, source.item, self.lists.paths)
+                name = f"exchange of {step.value}"
+                self.nodes.append(Node(step, name, [source.var], [out.var], [], lambda g: [self._back(back, g)]))
+        return out
 
     def _back(self, steps: tuple[Moved, ...], given: list[Block]) -> Block:
         return self._moved(steps, given[0], "backward")
@@ -207,43 +250,37 @@ class Forward(Tape):
             block = new
         return block
 
-    def _gather(self, step: Move, source: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A stored weight gathered for the ops that read it, and let go."""
-        size = math.prod(shape) * source.item
-        wired = self.wired if not self.keeping else None
-        note = Gathered(size, fetch=(lambda: wired.back.fetch(step, size)) if wired is not None else None)
-        block = wired.there.fetch(step, size) if wired is not None else self.heap.take(size, "gathered weights")
-        block.gathered = note if not self.keeping and self.recording else None
-        out = Tensor(block, Strided.fresh(shape), source.item)
+    def _gathered(self, action: Fetch, source: Tensor) -> Tensor:
+        """A divided weight gathered for the ops that read it, and let go."""
+        move = action.move
+        self.heap.now = f"exchange of {move.value}"
+        block = self.weights.fetch(move, action.source)
+        block.gathered = not self.keeping and self.recording
+        out = Tensor(block, Strided.fresh(move.exchange.target.local_shape(self.coords)), source.item)
         if source.var is not None:
-            out.var, leaf = Var(size=size), source.var
+            out.var = Var(size=out.bytes)
             if self.recording:
-                self.nodes.append(Node(self.heap.now, [leaf], [out.var], [], lambda g: [self._given(step, note, leaf, g[0])]))
+                self.nodes.append(Node(move, self.heap.now, [source.var], [out.var], [], lambda g: self._graded(move, g[0])))
         return out
 
-    def _given(self, step: Move, note: Gathered, leaf: Var, grad: Block) -> Block | None:
-        """The gradient of a gathered weight: this rank's part goes to its shard, the others' to shared memory or on a wire."""
-        if note.full is not None:
-            self.heap.drop(note.full)
-            note.full = None
-        if self.wired is not None:
-            self.wired.sums.give(step, self.heap.hold(grad))
-            return None
-        return self.heap.take(leaf.size, "gradients") if leaf.grad is None else None
+    def _graded(self, move: Move, grad: Block) -> list[Block | None]:
+        """The gradient of a gathered weight is there; the list says where it goes."""
+        self.weights.grads[move] = self.heap.hold(grad)
+        return [None]
 
     # --- passes ---
 
-    def _repeat(self, step: Repeat, env: Env) -> None:
+    def _passes(self, action: RunPasses, env: Env) -> None:
+        step = action.step
         (entry, dim), count = step.entries[0], len(step.bodies)
         source = env[entry]
-        pieces = self._pieces(source, dim, count)
+        pieces = self.pieces = self._pieces(source, dim, count)
         outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in step.exits}
-        for body, piece in zip(step.bodies, pieces, strict=True):
+        for body, piece in zip(action.bodies, pieces, strict=True):
             inner = {**env, entry: piece}
             for some in inner.values():
                 self.heap.hold(some.block)
-            for inside in body:
-                self.step(inside, inner)
+            self._run_all(body, inner)
             for inside_slot, outside, _ in step.exits:
                 self.heap.hold(inner[inside_slot].block)
                 outs[outside].append(inner[inside_slot])
@@ -253,6 +290,22 @@ class Forward(Tape):
             self.heap.drop(piece.block)
         for _, outside, at in step.exits:
             env[outside] = self._joined(outs[outside], at)
+
+    def _open(self, opening: Opening) -> None:
+        """The exchange of a pass is started: its result and its buffers are there from now on."""
+        source = self.pieces[opening.number]
+        self.heap.now = f"exchange of {opening.move.value}"
+        *first, last = moving(opening.move.exchange, self.rank, source.item, self.lists.paths)
+        block = self._moved(tuple(first), source.block, "exchange")
+        assert last.result is not None
+        result, beside = self.heap.take(last.result, "activations"), self.heap.take(last.beside, "exchange")
+        self.heap.drop(block)
+        self.openings[opening.key] = result, beside
+
+    def _opened(self, opening: Opening, env: Env) -> None:
+        result, beside = self.openings.pop(opening.key)
+        self.heap.drop(beside)
+        env[opening.move.target] = self._arrived(opening.move, self.pieces[opening.number], result)
 
     def _pieces(self, source: Tensor, dim: int, count: int) -> list[Tensor]:
         sizes = [source.lies.shape[dim] * (k + 1) // count - source.lies.shape[dim] * k // count for k in range(count)]
@@ -264,7 +317,7 @@ class Forward(Tape):
         if source.var is not None and self.recording:
             made = [t.var for t in out if t.var is not None]
             size = source.bytes
-            self.nodes.append(Node("passes", [source.var], made, [], lambda g: [self.heap.take(size, "backward")]))
+            self.nodes.append(Node(None, "passes", [source.var], made, [], lambda g: [self.heap.take(size, "backward")]))
         return out
 
     def _joined(self, pieces: list[Tensor], dim: int) -> Tensor:
@@ -276,64 +329,54 @@ class Forward(Tape):
             out.var = Var(size=size)
             if self.recording:
                 ins = [p.var for p in pieces]
-                self.nodes.append(Node("passes", ins, [out.var], [], lambda g: [self.heap.hold(g[0]) for _ in ins]))
+                self.nodes.append(Node(None, "passes", ins, [out.var], [], lambda g: [self.heap.hold(g[0]) for _ in ins]))
         for piece in pieces:
             self.heap.drop(piece.block)
         return out
 
     # --- recomputed segments ---
 
-    def _segment(
-        self, program: Program, low: int, high: int, env: Env, free: Sequence[tuple[str, ...]], over: frozenset[int]
-    ) -> None:
-        steps = program.steps[low:high]
-        made = {slot for step in steps for slot in writes(step)}
-        given = {slot: env[slot] for slot in sorted({slot for step in steps for slot in reads(step)} - made)}
-        later = {slot for step in program.steps[high:] for slot in reads(step)} | set(program.slots.values())
+    def _segment(self, segment: RunSegment, env: Env) -> None:
+        given = {slot: env[slot] for slot in segment.given}
         for tensor in given.values():
             self.heap.hold(tensor.block)
-        results = self._body(program, range(low, high), given, made & later, free, over, record=False)
-        for k in range(low, high):
-            for slot in free[k]:
-                if slot in given:
-                    self.heap.drop(env.pop(slot).block)
+        results, _ = self._body(segment.actions, given, segment.results, record=False)
+        for slot in segment.spent:
+            self.heap.drop(env.pop(slot).block)
         env.update(results)
         outs = {slot: t.var for slot, t in results.items() if t.var is not None}
+        held = [tensor.block for tensor in given.values()]
 
         def backward(grads: list[Block]) -> list[Block | None]:
-            again = self._body(program, range(low, high), given, made & later, free, over, record=True)
-            return self._through(again, outs)
+            """The second run; what it wrote down is gone through next, and what was given is held until then."""
+            again, nodes = self._body(segment.again, given, segment.results, record=True)
+            for slot, tensor in again.items():
+                if slot in outs and tensor.var is not None:
+                    tensor.var.grad, outs[slot].grad = outs[slot].grad, None
+                self.heap.drop(tensor.block)
+            self.pending += [Node(None, "segment", [], [], node.saved, lambda _: []), *nodes]
+            node.saved = []
+            return []
 
-        held = [tensor.block for tensor in given.values()]
-        self.nodes.append(Node("segment", [], list(outs.values()), held, backward))
+        node = Node(segment, "segment", [], list(outs.values()), held, backward)
+        self.nodes.append(node)
 
     def _body(
-        self, program: Program, span: range, given: Mapping[str, Tensor], wanted: set[str],
-        free: Sequence[tuple[str, ...]], over: frozenset[int], *, record: bool,
-    ) -> Env:  # fmt: skip
-        """The steps of a segment on what was given; its results."""
+        self, actions: Sequence[Action], given: Mapping[str, Tensor], wanted: Sequence[str], *, record: bool
+    ) -> tuple[Env, list[Node]]:
+        """The actions of a segment on what was given: its results, and what was written down."""
         inner: Env = dict(given)
         for tensor in inner.values():
             self.heap.hold(tensor.block)
         before = self.recording, self.keeping, self.nodes
         self.recording, self.keeping, self.nodes = record, record, []
-        self._steps(program.steps, span, inner, free, over)
-        self.again = self.nodes
+        self._run_all(actions, inner)
+        nodes = self.nodes
         self.recording, self.keeping, self.nodes = before
-        out = {slot: inner.pop(slot) for slot in sorted(wanted)}
+        out = {slot: inner.pop(slot) for slot in wanted}
         for tensor in inner.values():
             self.heap.drop(tensor.block)
-        return out
-
-    def _through(self, again: Env, outs: Mapping[str, Var]) -> list[Block | None]:
-        """Backward of a segment's second run."""
-        nodes = self.again
-        for slot, tensor in again.items():
-            if slot in outs and tensor.var is not None:
-                tensor.var.grad, outs[slot].grad = outs[slot].grad, None
-            self.heap.drop(tensor.block)
-        self._run(nodes)
-        return []
+        return out, nodes
 
 
 def _ends(var: Var | None) -> bool:

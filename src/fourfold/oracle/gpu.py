@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from fourfold.ops.register import rule_for
 from fourfold.oracle import workspace as processor
-from fourfold.oracle.register import rule_for
-from fourfold.oracle.saving import Saving, Share
 from fourfold.oracle.workspace import Workspace
+from fourfold.plans.saving import Saving, Share
 
 MOST_ELEMENTS = 2**31 - 1
 """Tensors with more are convolved a few samples at a time."""

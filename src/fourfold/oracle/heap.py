@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fourfold.oracle.machine import Machine
@@ -13,16 +12,7 @@ class Block:
     size: int
     kind: str
     holders: int = 1
-    gathered: Gathered | None = None  # a weight that is gathered again when backward wants it
-
-
-@dataclass(eq=False, slots=True)
-class Gathered:
-    """A weight stored divided: the gathered copy that backward works with, while it does."""
-
-    size: int
-    full: Block | None = None
-    fetch: Callable[[], Block] | None = None  # brings it back; without one it is new memory
+    gathered: bool = False  # a weight of which autograd keeps a note: it is gathered again for backward
 
 
 @dataclass(slots=True)

@@ -1,10 +1,8 @@
-"""What decides sizes in memory besides the program: the allocator, the libraries' formats, what ranks have in common."""
+"""What decides sizes in memory besides the program: the allocator, the libraries' formats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from fourfold.graph.spec import ITEM_BYTES, computed_as
 
 LARGE, ROUND, SPLIT = 10 * 2**20, 2 * 2**20, 2**20
 """CUDA's caching allocator in torch: from `LARGE` on memory comes in multiples of `ROUND`, and what is left of them beside a
@@ -15,22 +13,15 @@ tensor becomes a block of its own only if it is more than `SPLIT`; else it count
 class Machine:
     """One kind of device.
 
-    `granularity`: bytes the allocator rounds up to; `block` as in `workspace`; `host`: ranks share one and sum gradients in
-    memory they have in common; `gpu`: kernels are CUDA's, and so is the allocator; `library`: bytes that cuBLAS takes from
-    the allocator for good when a thread first multiplies, of which there are two, forward's and backward's; `double`: what
-    the graph has in single precision is double.
+    `granularity`: bytes the allocator rounds up to; `block` as in `workspace`; `gpu`: kernels are CUDA's, and so is the
+    allocator; `library`: bytes that cuBLAS takes from the allocator for good when a thread first multiplies, of which there
+    are two, forward's and backward's.
     """
 
     granularity: int = 1
     block: int = 16
-    host: bool = True
     gpu: bool = False
     library: int = 0
-    double: bool = False
-
-    def item(self, dtype: str) -> int:
-        """Bytes of an element."""
-        return ITEM_BYTES[computed_as("fp64").get(dtype, dtype) if self.double else dtype]
 
     def rounded(self, size: int) -> int:
         """Bytes the allocator counts for a tensor."""
@@ -40,5 +31,5 @@ class Machine:
 
 
 CPU = Machine()
-CUDA = Machine(granularity=512, block=0, host=False, gpu=True, library=65 * 2**19)
+CUDA = Machine(granularity=512, block=0, gpu=True, library=65 * 2**19)
 """`library` as seen on an H200 with torch 2.11; GPUs before Hopper are given a quarter of it."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.graph import Graph
-from fourfold.graph.spec import ITEM_BYTES
+from fourfold.graph.spec import item_bytes
 from fourfold.oracle.collectives import Cost
 from fourfold.oracle.items import Category, Item
 from fourfold.oracle.moving import joins
 from fourfold.oracle.prices import UNKNOWN_SPREAD, Prices
 from fourfold.plans.exchange import Exchange, Step
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.paths import Paths
 
 CATEGORY_OF: dict[str, Category] = {
     "halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"
@@ -27,19 +28,24 @@ class Meeting:
     which work at the same time. Where collectives were measured, those of several groups at once say what that costs."""
 
     prices: Prices
-    mesh: Mesh
-    ranks: tuple[int, ...]
+    paths: Paths
     members: Sequence[int]
     graph: Graph
-    dtypes: Mapping[str, str]
     beside: tuple[tuple[int, ...], ...] = ()
     _groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _costs: dict[tuple[str, tuple[str, ...], float], Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def item(self, value: str) -> int:
         """Bytes of an element."""
-        dtype = self.graph.values[value].dtype
-        return ITEM_BYTES[self.dtypes.get(dtype, dtype)]
+        return item_bytes(self.graph.values[value].dtype, self.prices.precision)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.paths.mesh
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.paths.ranks
 
     def exchange(self, exchange: Exchange, value: str, kind: str) -> list[Item]:
         """The items of a move, or of its adjoint."""
@@ -49,14 +55,15 @@ class Meeting:
             if step.pattern in ("local", "none"):
                 out.append(self.copied(category, value, 2 * size))
             else:
-                out.append(self.met(category, value, step.pattern, step.axes, size))
+                near = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
+                out.append(self.met(category, value, "shared_gather" if near else step.pattern, step.axes, size))
                 packed = max(_packed(step, member, item) for member in self.members)
                 out += [self.copied(category, value, 2 * packed)] if packed else []
         return out
 
     def size(self, step: Step, item: int) -> float:
         """The bytes of a collective, as curves define them, on the rank that has most."""
-        return max(step_bytes(step, member, item) for member in self.members)
+        return float(max(step.size(member, item) for member in self.members))
 
     def given(self, step: Step, item: int) -> float:
         """The bytes the rank that gives most has for others."""
@@ -74,7 +81,7 @@ class Meeting:
     def met(
         self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = ""
     ) -> Item:
-        """A collective; `gradients` is the sum of gradients after backward."""
+        """A collective. `starts`: the message that it puts on its way."""
         cost = self._cost(kind, axes, size)
         source = "measured" if cost.measured else "roofline"
         spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
@@ -84,9 +91,7 @@ class Meeting:
     def _cost(self, kind: Any, axes: tuple[str, ...], size: float) -> Cost:
         """Layers repeat, and so do their exchanges: each is priced once."""
         if (kind, axes, size) not in self._costs:
-            groups, prices = self.groups(axes), self.prices
-            cost = prices.gradient_sum(groups, size) if kind == "gradients" else prices.collective(kind, groups, size)
-            self._costs[kind, axes, size] = cost
+            self._costs[kind, axes, size] = self.prices.collective(kind, self.groups(axes), size)
         return self._costs[kind, axes, size]
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -99,14 +104,6 @@ class Meeting:
 
 def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks[member] for member in group) for group in mesh.groups(axes))
-
-
-def step_bytes(step: Step, member: int, item: int) -> float:
-    """The size of a collective in bytes, as measured curves define it."""
-    if step.pattern == "all_to_all":
-        return _given(step, member, item)
-    layout = step.source if step.pattern == "all_gather" else step.target
-    return float(item * math.prod(layout.local_shape(step.mesh.coords(member))))
 
 
 def _packed(step: Step, member: int, item: int) -> float:

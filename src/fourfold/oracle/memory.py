@@ -4,8 +4,7 @@ What counts is what `runtime.memory` measures: memory of torch's allocator, and 
 have in common. Ranks whose shards have the same sizes are replayed once.
 
 Left out, because they are small or not the allocator's: single numbers, buffers of gloo and of the interpreter, the counting
-of samples that some losses divide by, and sums over tied parameters. Assumed: cuDNN's workspaces (`gpu`). High: without a
-common host, gradients and the flat buffers they are sent from are taken to be there together until the last backward ends.
+of samples that some losses divide by, and sums over tied parameters. Assumed: cuDNN's workspaces (`gpu`).
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fourfold.oracle.alike import alike
 from fourfold.oracle.forward import Known
 from fourfold.oracle.machine import CPU, CUDA, Machine
 from fourfold.oracle.rank import Peak, RankReplay
+from fourfold.plans.alike import alike
 from fourfold.plans.pipeline import Pipeline
+from fourfold.plans.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,15 @@ class Memory:
         return next(peak for peak in self.peaks if rank in peak.ranks)
 
 
-def memory(pipeline: Pipeline, *, optimizer: str = "sgd", machine: Machine = CPU) -> Memory:
-    """The predicted peak of each rank in one training step."""
-    known = Known()
-    peaks = (RankReplay(pipeline, ranks[0], optimizer, machine, known).peak(ranks) for ranks in _kinds(pipeline))
+def memory(
+    pipeline: Pipeline, placement: Placement, *, optimizer: str = "sgd", machine: Machine = CPU, precision: str = "fp32"
+) -> Memory:
+    """The predicted peak of each rank in one training step, where the ranks run so."""
+    known, peaks = Known(), []
+    for ranks in _kinds(pipeline):
+        replay = RankReplay(pipeline, ranks[0], placement=placement, machine=machine, optimizer=optimizer,
+                            precision=precision, known=known)  # fmt: skip
+        peaks.append(replay.peak(ranks))
     return Memory(peaks=tuple(peaks))
 
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fourfold.oracle.machine import Machine
-from fourfold.plans.buckets import LARGE
 from fourfold.plans.exchange import Exchange, Step, Transfer, transfers
-
-BOARD_BYTES = 64 * 1024
-"""Up to this size sums between ranks of one host go through shared memory, whose rows are copied out."""
+from fourfold.plans.paths import Paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +21,12 @@ class Moved:
     beside: int = 0
 
 
-def moving(exchange: Exchange, rank: int, item: int, machine: Machine) -> tuple[Moved, ...]:
+def moving(exchange: Exchange, rank: int, item: int, paths: Paths) -> tuple[Moved, ...]:
     """The steps of an exchange on a rank."""
-    return tuple(_moved(step, rank, item, machine) for step in exchange.steps)
+    return tuple(_moved(step, rank, item, paths) for step in exchange.steps)
 
 
-def _moved(step: Step, rank: int, item: int, machine: Machine) -> Moved:
+def _moved(step: Step, rank: int, item: int, paths: Paths) -> Moved:
     coords = step.mesh.coords(rank)
     size = math.prod(step.target.local_shape(coords)) * item
     source = math.prod(step.source.local_shape(coords)) * item
@@ -40,18 +36,13 @@ def _moved(step: Step, rank: int, item: int, machine: Machine) -> Moved:
     if step.pattern == "local":
         return _local(step, rank, size, item)
     if step.pattern == "all_reduce":
-        return Moved(size, count * size if machine.host and size <= BOARD_BYTES else 0)
+        return Moved(size, count * size if paths.of(step, rank, item) == "shared" else 0)  # whose rows are copied out
     if step.pattern == "all_gather":
-        direct = paired(machine, count) and step.received(rank) >= LARGE
+        direct = paths.of(step, rank, item) == "direct"
         return Moved(size, 0 if direct and joins(step, rank) else size)
     if step.pattern == "reduce_scatter":
         return Moved(size, source if joins(step, rank) else 2 * source)
     return _all_to_all(step, rank, size, item)
-
-
-def paired(machine: Machine, count: int) -> bool:
-    """Whether large all-gathers are messages between two hosts: into their place, without a flat result."""
-    return count == 2 and not machine.host and not machine.gpu
 
 
 def joins(step: Step, rank: int) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fourfold.cluster import Cluster
 from fourfold.oracle.estimate import Estimate, estimate
 from fourfold.oracle.limits import Finding, findings
-from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
+from fourfold.oracle.memory import CPU, CUDA, Memory, memory
 from fourfold.oracle.prices import Prices
 from fourfold.plans.pipeline import Pipeline
 
@@ -49,16 +49,11 @@ def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Pr
 def sized(pipeline: Pipeline, prices: Prices, timed: Estimate, *, optimizer: str) -> Prediction:
     """A plan whose step was estimated, with its memory."""
     cluster = prices.cluster
-    found = memory(pipeline, optimizer=optimizer, machine=_machine(pipeline, prices))
+    machine = CPU if cluster.device(0).kind == "cpu" else CUDA
+    found = memory(pipeline, prices.placement, optimizer=optimizer, machine=machine, precision=prices.precision)
     smallest = [min(peak.ranks, key=cluster.memory) for peak in found.peaks]  # of ranks alike, the one with least memory
     tightest = max(smallest, key=lambda rank: found.of(rank).bytes / cluster.memory(rank))
     return Prediction(
         cluster=cluster, estimate=timed, memory=found, tightest=tightest, capacity=cluster.memory(tightest),
         pipeline=pipeline, prices=prices, optimizer=optimizer,
     )  # fmt: skip
-
-
-def _machine(pipeline: Pipeline, prices: Prices) -> Machine:
-    """What decides sizes; ranks have memory in common if those of every stage lie on one node and share its processor."""
-    kind = CPU if prices.cluster.device(0).kind == "cpu" else CUDA
-    return replace(kind, host=prices.together(pipeline.places), double=prices.precision == "fp64")

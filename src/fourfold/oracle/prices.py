@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from fourfold.cluster import Cluster, Collective, Device, Precision
+from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.collectives import FREE, Cost, collective_cost, measured_cost, waiting
 from fourfold.oracle.efficiency import format_of, shipped
 from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.traffic import Traffic, traffic
+from fourfold.plans.placement import Placement
 
 Source = Literal["measured", "fitted", "roofline"]
-OPTIMIZER_PASSES = {"sgd": 3, "momentum": 5, "adamw": 7}
-"""Times an update reads or writes a parameter-sized tensor: parameter in and out and gradient; momentum in and out; two
-moments in and out."""
-SHARED_BYTES = 64 * 1024
-"""Sums of up to so many bytes go through shared memory on a node of processors (`runtime.board`)."""
 UNKNOWN_SPREAD = {"measured": 0.05, "fitted": 0.15, "roofline": 0.4}
 """Relative uncertainty of a time by where it comes from, where none was recorded: assumed."""
 
@@ -99,14 +97,11 @@ class Prices:
         """Seconds for so many bytes read or written by one rank in its memory."""
         return moved / (self.cluster.device(rank).bandwidth * self.share(rank))
 
-    def gradient_sum(self, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
-        """The time of summing gradients after backward: through shared memory within a node of processors."""
-        return self.collective("shared_sum" if self.together(groups) else "all_reduce", groups, size)
-
-    def together(self, groups: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether every group lies on one node whose processor its ranks share."""
-        node, device = self.cluster.node, self.cluster.device  # a node's ranks follow each other
-        return all(device(group[0]).kind == "cpu" and node(min(group)) == node(max(group)) for group in groups)
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the cluster's ranks run: a node is a host."""
+        hosts, devices = zip(*self.cluster.places, strict=True)
+        return Placement(hosts=hosts, devices=devices)
 
     def share(self, rank: int) -> float:
         """The part of its device a rank computes with: on a processor, its threads; taking turns on cores is the replay's."""
@@ -117,8 +112,6 @@ class Prices:
         """The time of a collective of several groups at once; `size` in bytes as `cluster.Curve` says."""
         if size <= 0 or all(len(group) == 1 for group in groups):
             return FREE
-        if kind == "all_reduce" and size <= SHARED_BYTES and self.together(groups):
-            kind = "shared_gather"
         return collective_cost(self.cluster, self._between(groups), kind, size)
 
     def measured(self, kind: Collective, groups: tuple[tuple[int, ...], ...], size: float) -> Cost | None:
@@ -138,4 +131,4 @@ class Prices:
         """Seconds to update parameters of so many bytes: measured, or as many passes over memory as it takes."""
         device = self.cluster.device(rank)
         speed = dict(device.updates).get(optimizer)
-        return size / (speed or device.bandwidth * self.share(rank) / OPTIMIZER_PASSES[optimizer])
+        return size / (speed or device.bandwidth * self.share(rank) / OPTIMIZERS[optimizer].passes)

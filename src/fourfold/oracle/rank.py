@@ -10,28 +10,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fourfold.oracle.forward import Forward, Known, Wires
+from fourfold.graph.spec import item_bytes
+from fourfold.optimizers import OPTIMIZERS
+from fourfold.oracle.forward import Forward, Known
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
-from fourfold.oracle.moving import paired
-from fourfold.oracle.results import Strided
 from fourfold.oracle.rhythm import Rhythm, rhythm
 from fourfold.oracle.tape import Env, Node, Tensor, Var
-from fourfold.oracle.wired import Bunches, Sums, bunched, member
-from fourfold.plans.boundary import Side, incoming, outgoing
-from fourfold.plans.buckets import CHUNK_BYTES, RING_BYTES, gradient_bytes, is_gather
-from fourfold.plans.exchange import Exchange
+from fourfold.plans.actions import GatherSlices, Sum
+from fourfold.plans.boundary import incoming, outgoing
 from fourfold.plans.layout import Layout
+from fourfold.plans.lists import StageList
 from fourfold.plans.mesh import Coords
 from fourfold.plans.pipeline import Part, Pipeline, Task
-from fourfold.plans.program import Move, Program
+from fourfold.plans.placement import Placement
+from fourfold.plans.program import Program
+from fourfold.plans.results import Strided
 from fourfold.plans.stages import Crossing
 
 LIBRARY = "library"
-STATE = {"sgd": 0, "momentum": 1, "adamw": 2}
-"""Tensors of a parameter's size that an optimizer keeps."""
-SCRATCH = {"sgd": 0, "momentum": 0, "adamw": 2}
-"""And those it makes while it updates one parameter."""
 _NO_PRODUCTS = ("conv", "conv_transpose", "attention", "embedding", "lstm")
 """Kernels with much work that cuBLAS has no part in."""
 
@@ -68,6 +65,7 @@ class _Stage:
 
     part: Part
     coords: Coords
+    lists: dict[int, StageList]  # by size of micro-batch
     tape: Forward
     state: Env = field(default_factory=dict)
     feeds: Env = field(default_factory=dict)
@@ -76,14 +74,21 @@ class _Stage:
     def program(self) -> Program:
         return self.part.program
 
+    @property
+    def list(self) -> StageList:
+        """That of the first, largest micro-batch."""
+        return next(iter(self.lists.values()))
+
 
 class RankReplay:
     """The replay of one rank."""
 
     def __init__(
-        self, pipeline: Pipeline, rank: int, optimizer: str, machine: Machine, known: Known | None = None
-    ) -> None:
-        self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, optimizer, machine
+        self, pipeline: Pipeline, rank: int, *, placement: Placement, machine: Machine, optimizer: str = "sgd",
+        precision: str = "fp32", known: Known | None = None,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, OPTIMIZERS[optimizer], machine
+        self.lists, self.precision = pipeline.lists(placement, precision), precision
         self.known = known or Known()
         self.heap = Heap(machine)
         self.action = ""
@@ -100,6 +105,7 @@ class RankReplay:
         self.turns = pipeline.turns
         self._run: dict[str, Callable[[Task], None]] = {
             "F": self._forward, "B": self._backward, "receive": self._receive, "send": self._send, "reduce": self._reduce,
+            "update": self._update,
         }  # fmt: skip
 
     def peak(self, ranks: tuple[int, ...]) -> Peak:
@@ -112,11 +118,8 @@ class RankReplay:
             if task.kind in self._run:
                 self._run[task.kind](task)
             if self.heap.peak > best:
-                best, action = self.heap.peak, str(task)
+                best, action = self.heap.peak, "optimizer" if task.kind == "update" else str(task)
             at += 1
-        self._update()
-        if self.heap.peak > best:
-            best, action = self.heap.peak, "optimizer"
         parts = {kind: size for kind, size in self.heap.parts.items() if size}
         return Peak(ranks=ranks, bytes=best, action=action, op=self.heap.where, parts=parts)
 
@@ -156,8 +159,10 @@ class RankReplay:
     def _stage(self, part: Part) -> _Stage:
         index = part.stage.ranks.index(self.rank)
         coords = part.stage.mesh.coords(index)
-        tape = Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine, known=self.known)
-        stage = _Stage(part, coords, tape)
+        lists = {size: self.lists[part.index, size] for size in part.programs}
+        first = next(iter(lists.values()))
+        tape = Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine, known=self.known, lists=first)
+        stage = _Stage(part, coords, lists, tape)
         program, graph = part.program, part.program.graph
         self.heap.now = "stored tensors"
         known = {p.name: p for p in graph.parameters}
@@ -166,10 +171,10 @@ class RankReplay:
         for name, layout in program.stored.items():
             if name in crossing:
                 continue
-            item = self.machine.item(graph.values[name].dtype)
+            item = self._item(graph.values[name].dtype)
             tensor = self._stored(layout, item, coords, "inputs" if name in given else "weights", part, name)
             if name in known and known[name].trainable:
-                tensor.var = Var(leaf=True, size=tensor.bytes)
+                tensor.var = tape.leaves[name] = Var(leaf=True, size=tensor.bytes)
             (stage.feeds if name in given else stage.state)[name] = tensor
         self._beside(stage)
         return stage
@@ -186,47 +191,25 @@ class RankReplay:
         """Optimizer state, gradients' places in common or flat memory, slices on the shelf."""
         program, values = stage.program, stage.program.graph.values
         for name, layout in program.updates.items():
-            size = math.prod(layout.local_shape(stage.coords)) * self.machine.item(values[name].dtype)
-            for _ in range(STATE[self.optimizer]):
+            size = math.prod(layout.local_shape(stage.coords)) * self._item(values[name].dtype)
+            for _ in range(self.optimizer.state):
                 self.heap.take(size, "optimizer")
-        for name in program.reductions:
-            if name in stage.state and stage.state[name].var is not None:
-                self.heap.take(stage.state[name].bytes, "summed gradients")
-        if self.machine.host:
-            for size, _ in self._rounds(stage):
-                self.heap.take(2 * size, "slices")
-        moves = list(dict.fromkeys(move for move in program.moves() if self._gathers(stage, move)))
-        if moves and self.machine.host:
-            sizes = [gradient_bytes(m.exchange.adjoint.steps[0], stage.state[m.source].item) for m in moves]
-            self.heap.take(max(RING_BYTES, 2 * max(sizes)), "ring")
-        elif moves:
-            stage.tape.wired = self._wires(stage, moves)
+        messages = stage.list.messages
+        copied = [b.names for b in messages.buckets(stage.coords) if len(b.names) > 1]  # one alone is summed where it lies
+        for name in (name for names in (*copied, *(found.names for found in messages.sums)) for name in names):
+            self.heap.take(stage.state[name].bytes, "summed gradients")
+        for slices in messages.slices:
+            if slices.path == "shared":
+                self.heap.take(2 * self._chunk(stage, slices), "slices")
+        if messages.near:
+            self.heap.take(messages.ring_bytes, "ring")
 
-    def _wires(self, stage: _Stage, moves: list[Move]) -> Wires:
-        """How gathered weights travel between hosts; those of all sizes of micro-batches alike."""
-        some = bunched([member(move, stage.tape.rank, stage.state[move.source].item) for move in moves])
+    def _item(self, dtype: str) -> int:
+        return item_bytes(dtype, self.precision)
 
-        def land(move: Move, shard: Block) -> None:
-            var = stage.state[move.source].var
-            assert var is not None
-            stage.tape.accumulate(var, shard)
-
-        return Wires(Bunches(self.heap, some, 1), Bunches(self.heap, some, -1), Sums(self.heap, some, land))
-
-    def _rounds(self, stage: _Stage) -> list[tuple[int, int]]:
-        """Of each group that gathers slices under ZeRO-1: bytes a rank gives at a time, and how many ranks there are."""
-        program, values = stage.program, stage.program.graph.values
-        rows: dict[tuple[tuple[str, ...], str], int] = {}
-        for name, layout in program.updates.items():
-            for step in Exchange(program.mesh, layout, program.stored[name]).steps:
-                row = math.prod(layout.local_shape(stage.coords)[1:]) * self.machine.item(values[name].dtype)
-                key = (step.axes, values[name].dtype)
-                rows[key] = max(rows.get(key, CHUNK_BYTES), row)
-        return [(size, math.prod(program.mesh.extent(a) for a in axes)) for (axes, _), size in rows.items()]
-
-    def _gathers(self, stage: _Stage, move: Move) -> bool:
-        tensor = stage.state.get(move.source)
-        return tensor is not None and tensor.var is not None and is_gather(move)
+    def _chunk(self, stage: _Stage, slices: GatherSlices) -> int:
+        """Bytes that a rank gives at a time when slices are gathered."""
+        return slices.elements * stage.list.messages.item(slices.names[0])
 
     # --- actions ---
 
@@ -243,7 +226,7 @@ class RankReplay:
         for tensor in env.values():
             self.heap.hold(tensor.block)
         tape.nodes = []
-        tape.forward(program, env)
+        tape.forward(stage.lists[size], env)
         sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == task.stage)
         live = self.pipeline.cut.live
         out = {name: env[program.slots.get(name, name)] for name in sent}
@@ -275,7 +258,7 @@ class RankReplay:
         for crossing, buffers in self._fetched(task):
             layout = self.pipeline.parts[task.stage].slot_layout(crossing.value, self.pipeline.plan.sizes[task.microbatch])
             shape = layout.local_shape(self.stages[task.stage].coords)
-            item = self.machine.item(program.graph.values[crossing.value].dtype)
+            item = self._item(program.graph.values[crossing.value].dtype)
             tensor = Tensor(self._assembled(buffers, math.prod(shape) * item), Strided.fresh(shape), item)
             if crossing.value in self.pipeline.cut.live:
                 tensor.var = Var(ends=True, size=tensor.bytes)
@@ -302,9 +285,8 @@ class RankReplay:
                 stage.tape.accumulate(var, self.heap.hold(block))
         if held.loss is not None:
             held.loss.grad = self.heap.take(held.loss.size, "backward")
-        if stage.tape.wired is not None:
-            stage.tape.wired.back.reset()
-        stage.tape.backward(held.nodes)
+        lists = stage.lists[self.pipeline.plan.sizes[m]]
+        stage.tape.backward(held.nodes, lists.last(stage.coords) if task.last else lists.backward)
         for block in came:
             self.heap.drop(block)
         made = {n: t.var.grad or self.heap.take(t.bytes, "backward") for n, t in held.leaves.items() if t.var is not None}
@@ -336,41 +318,41 @@ class RankReplay:
         size, values = self.pipeline.plan.sizes[task.microbatch], self.pipeline.loss.graph.at(1).values
         ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
         for crossing in self.pipeline.between(*ends, task.way):
-            source, target = (self._side(end, crossing.value, size) for end in ends)
+            source, target = (self.pipeline.side(end, crossing.value, size) for end in ends)
             items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
             mine = target if incoming_ else source
             whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))
-            item = self.machine.item(values[crossing.value].dtype)
+            item = self._item(values[crossing.value].dtype)
             yield crossing, [(t.numel * item, t.numel == whole) for t in items if not (incoming_ and t.peer == self.rank)]
 
-    def _side(self, stage: int, value: str, size: int) -> Side:
-        part = self.pipeline.parts[stage]
-        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
-
     def _reduce(self, task: Task) -> None:
-        """Gradients move to where they are summed."""
+        """What is left of the sums of gradients; through shared memory, they move to where they are summed."""
         stage = self.stages[task.stage]
-        if stage.tape.wired is not None:
-            stage.tape.wired.sums.finish()
-            stage.tape.wired.back.reset()
-        for name in stage.program.reductions:
-            var = stage.state[name].var if name in stage.state else None
-            if var is not None and var.grad is not None:
-                self.heap.drop(var.grad)
-                var.grad = None
+        for action in stage.list.finish(stage.coords):
+            if isinstance(action, Sum):
+                for name in action.names:
+                    var = stage.tape.leaves[name]
+                    if var.grad is not None:
+                        self.heap.drop(var.grad)
+                        var.grad = None
+            else:
+                stage.tape.act((action,))
+        stage.tape.weights.reset()
 
-    def _update(self) -> None:
+    def _update(self, task: Task) -> None:
         self.heap.now = "optimizer"
         sizes = [
-            math.prod(layout.local_shape(stage.coords)) * self.machine.item(stage.program.graph.values[name].dtype)
+            math.prod(layout.local_shape(stage.coords)) * stage.list.messages.item(name)
             for stage in self.stages.values()
             for name, layout in stage.program.updates.items()
         ]
-        self.heap.pass_through(SCRATCH[self.optimizer] * max(sizes, default=0), "workspace")
-        for stage in self.stages.values() if not self.machine.host else ():
-            for size, count in self._rounds(stage):
-                flat = 0 if paired(self.machine, count) else count
-                self.heap.pass_through((1 + count + flat) * size, "slices")
+        self.heap.pass_through(self.optimizer.scratch * max(sizes, default=0), "workspace")
+        for stage in self.stages.values():
+            for slices in stage.list.messages.slices:
+                if slices.path != "shared":
+                    count = stage.list.paths.extent(slices.axes)
+                    flat = 0 if slices.path == "direct" else count  # the library's, which is copied out
+                    self.heap.pass_through((1 + count + flat) * self._chunk(stage, slices), "slices")
 
 
 def _by(action: tuple[int, int], place: int, turn: int) -> bool:

@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fourfold.graph.spec import ITEM_BYTES, TensorSpec, computed_as
+from fourfold.graph.spec import ITEM_BYTES, TensorSpec, computed_as, item_bytes
+from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.prices import KernelTime, Prices
-from fourfold.oracle.rank import STATE
 from fourfold.plans.layout import Layout
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.pipeline import Part
@@ -100,8 +100,7 @@ class Held:
 
 def held(part: Part, optimizer: str, in_flight: int, precision: str) -> list[Held]:
     """The tensors of a stage's first rank. `in_flight`: micro-batches between forward and backward."""
-    wide = computed_as(precision)
-    sizes = {dtype: ITEM_BYTES[wide.get(dtype, dtype)] for dtype in ITEM_BYTES}
+    sizes = {dtype: item_bytes(dtype, precision) for dtype in ITEM_BYTES}
     return [*_stored(part, optimizer, sizes), *_kept(part.program, in_flight, sizes)]
 
 
@@ -118,9 +117,9 @@ def _stored(part: Part, optimizer: str, sizes: Mapping[str, int]) -> Iterator[He
         if parameter.name in trained:
             yield Held(kind="gradients", local=local, whole=whole)
     for name, layout in program.updates.items():
-        if STATE[optimizer]:
+        if OPTIMIZERS[optimizer].state:
             local, whole = _bytes(layout, coords, sizes[values[name].dtype])
-            yield Held(kind="optimizer", local=local, whole=whole, count=STATE[optimizer])
+            yield Held(kind="optimizer", local=local, whole=whole, count=OPTIMIZERS[optimizer].state)
 
 
 def _kept(program: Program, in_flight: int, sizes: Mapping[str, int]) -> Iterator[Held]:

@@ -49,6 +49,7 @@ def _stretch(tasks: Sequence[Task], sizes: Sequence[int], shift: int) -> Rhythm 
 
     def follows(task: Task, other: Task) -> bool:
         same = task.kind == other.kind and task.stage == other.stage and task.peer == other.peer and task.way == other.way
+        same = same and task.last == other.last
         later = task.microbatch + shift == other.microbatch
         return same and later and sizes[task.microbatch] == sizes[other.microbatch]
 

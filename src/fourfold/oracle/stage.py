@@ -1,58 +1,64 @@
-"""What one stage does for one micro-batch, as a list of priced items: forward, backward, gradient sums, update.
+"""The time of one stage's lists: each action priced, in order. Nothing is decided here.
 
 Ranks of a stage whose shards have the same sizes do the same: one of each kind is looked at. They meet at every exchange,
-so between two exchanges the slowest kind counts. Backward runs the list in reverse: each op's backward, each exchange's
-adjoint. Left out: the order in which autograd takes branches, which changes no sum.
+so between two exchanges the slowest kind counts. Left out: the order in which autograd takes branches, which changes no sum.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
-from fourfold.graph import Graph
-from fourfold.oracle.alike import alike, share_of
+from fourfold.cluster import Collective
+from fourfold.graph.spec import computed_as
 from fourfold.oracle.fanout import gradient_sums
-from fourfold.oracle.gathers import Gathers
 from fourfold.oracle.items import Item
 from fourfold.oracle.kernels import Kernel, kernel_of
 from fourfold.oracle.meeting import Meeting
-from fourfold.oracle.prices import SHARED_BYTES, UNKNOWN_SPREAD, KernelTime, Prices
-from fourfold.oracle.saving import Share, saving
-from fourfold.plans.buckets import Gradient, buckets, gathered
-from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout
-from fourfold.plans.lifetimes import order_of_use
-from fourfold.plans.pipeline import Part
-from fourfold.plans.program import Compute, Move, inside
-
-BUCKET = "bucket"  # how messages with sums of gradients are called
-STATISTICS = 2  # numbers per statistic that a norm exchanges: mean and variance, or their gradients
+from fourfold.oracle.prices import UNKNOWN_SPREAD, KernelTime, Prices
+from fourfold.plans.actions import (
+    Action,
+    Await,
+    Back,
+    Bunch,
+    Fetch,
+    GatherSlices,
+    Give,
+    Launch,
+    Limit,
+    Opening,
+    Sum,
+    Update,
+    flat,
+)
+from fourfold.plans.alike import alike, share_of
+from fourfold.plans.buckets import Bucket
+from fourfold.plans.kernel_collectives import collectives_inside
+from fourfold.plans.lists import StageList
+from fourfold.plans.program import Compute, Move
+from fourfold.plans.saving import Share
 
 
 class StagePrices:
-    """The items of one stage and size of micro-batch."""
+    """The items of one stage and size of micro-batch: its lists, priced."""
 
-    def __init__(
-        self, part: Part, size: int, prices: Prices, live: frozenset[str], dtypes: Mapping[str, str],
-        beside: tuple[tuple[int, ...], ...] = (),
-    ) -> None:  # fmt: skip
-        self.part, self.prices, self.live, self.dtypes = part, prices, live, dtypes
-        self.program, self.mesh, self.ranks = part.programs[size], part.stage.mesh, part.stage.ranks
-        self.graph: Graph = self.program.graph
+    def __init__(self, lists: StageList, prices: Prices, beside: tuple[tuple[int, ...], ...] = ()) -> None:
+        self.lists, self.messages, self.prices, self.live = lists, lists.messages, prices, lists.messages.live
+        self.program, self.mesh, self.ranks = lists.program, lists.paths.mesh, lists.paths.ranks
+        self.graph, self.dtypes = self.program.graph, computed_as(self.messages.precision)
         self.stands = {m: n for members in alike(self.mesh, [self.program]) for m, n in self._firsts(members)}
         self.members = list(self.stands)
-        self.gradients = dict.fromkeys(live, True)
+        self.coords = self.mesh.coords(self.members[0])
+        self.gradients = dict.fromkeys(self.live, True)
         self._known: dict[int, list[tuple[KernelTime, int]]] = {}  # by the identity of a step of the program
-        self.meeting = Meeting(
-            prices=prices, mesh=self.mesh, ranks=self.ranks, members=self.members, graph=self.graph, dtypes=dtypes,
-            beside=beside,
-        )  # fmt: skip
-        self.gathering = {m.target: m for m in gathered(self.program)}
-        self.gathers = Gathers(self.program, self.meeting, self._wanted)
+        self.meeting = Meeting(prices=prices, paths=lists.paths, members=self.members, graph=self.graph, beside=beside)
         self.fanout = self._fanout()
+        self._price: dict[type, Callable[[Any], Iterable[Item]]] = {
+            Compute: partial(self._compute, way="forward"), Move: self._exchange, Back: self._back, Launch: self._launch,
+            Await: self._await, Fetch: self._fetch, Give: self._give, Limit: self._limit, Sum: self._sum,
+        }  # fmt: skip
 
     def _firsts(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Of members alike, the first on each kind of device, and for how many it stands."""
@@ -62,8 +68,25 @@ class StagePrices:
         return ((some[0], len(some)) for some in found.values())
 
     def forward(self) -> list[Item]:
-        self.gathers.begin()
-        return self._waited(item for step in self.program.steps for inner in inside(step) for item in self._forward(inner))
+        return self._waited(self._priced(self.lists.forward))
+
+    def backward(self, *, last: bool = True) -> list[Item]:
+        """`last`: whether gradients are complete after it, so that their sums are sent on the way where they can be."""
+        actions = self.lists.last(self.coords) if last else self.lists.backward
+        stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
+        return self._waited([*self._priced(actions), *(item for items in stored for item in items)])
+
+    def reductions(self) -> list[Item]:
+        """The gradient sums left for after backward."""
+        return list(self._priced(self.lists.finish(self.coords)))
+
+    def _priced(self, actions: Iterable[Action]) -> Iterator[Item]:
+        """The items of a list."""
+        self.sent: list[str] = []  # messages with gradients of divided weights
+        self.unpacking: dict[str, list[Item]] = {}  # by message: what follows its arrival
+        for action in flat(actions):
+            price = self._price.get(type(action))
+            yield from price(action) if price is not None else ()
 
     def _waited(self, items: Iterable[Item]) -> list[Item]:
         """The items, messages in which ranks meet as long as they are after what is computed before."""
@@ -74,67 +97,93 @@ class StagePrices:
             if not item.meets:
                 computing += item.seconds * item.busy
             elif not item.starts:
-                groups = self.meeting.groups(item.axes)
-                common = item.pattern == "all_reduce" and item.size <= SHARED_BYTES and self.prices.together(groups)
-                if item.source == "measured" and not common:
+                if item.source == "measured" and item.pattern != "shared_gather":
+                    groups = self.meeting.groups(item.axes)
                     item = replace(item, seconds=item.seconds + self.prices.waiting(groups, computing))
                 computing = 0.0
             out.append(item)
         return out
 
-    def _forward(self, step: Compute | Move, *, again: bool = False) -> list[Item]:
+    # --- actions ---
+
+    def _exchange(self, move: Move) -> list[Item]:
+        return self.meeting.exchange(move.exchange, move.value, move.kind)
+
+    def _back(self, action: Back) -> Iterator[Item]:
+        step = action.step
         if isinstance(step, Compute):
-            return self._compute(step, "forward")
-        if step in self.gathers.moves:
-            return self.gathers.rerun(step) if again else self.gathers.fetch(step)
-        return self.meeting.exchange(step.exchange, step.value, step.kind)
+            yield from (item for name in step.op.results for item in self.fanout.get(name, ()))
+            yield from self._compute(step, way="backward")
+        elif step.target not in self._gathered:
+            yield from self.meeting.exchange(step.exchange.adjoint, step.value, step.kind)
 
-    def backward(self, *, last: bool = True) -> list[Item]:
-        """`last`: whether gradients are complete after it, so that their sums are sent on the way where they can be."""
-        self.gathers.begin()
-        out: list[Item] = []
-        for low, high in self.program.segments:
-            for step in self.program.steps[low:high]:
-                out += [item for inner in inside(step) for item in self._forward(inner, again=True)]
-        sums = self._sums() if last else {}
-        for number, step in reversed(list(enumerate(self.program.steps))):
-            for inner in reversed(inside(step)):
-                out += self._backward(inner)
-            out += sums.get(number, [])
-        stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
-        return self._waited([*out, *(item for items in stored for item in items)])
+    @cached_property
+    def _gathered(self) -> frozenset[str]:
+        """Slots of divided weights: what their exchange costs stands in the actions around it."""
+        return frozenset(move.target for move in self.messages.moves)
 
-    def _backward(self, step: Compute | Move) -> list[Item]:
-        if isinstance(step, Move):
-            if step.value not in self.live:
-                return []
-            if step in self.gathers.moves:
-                return self.gathers.give(step)
-            return self.meeting.exchange(step.exchange.adjoint, step.value, step.kind)
-        if not self._trained(step):
-            return []
-        summed = [item for name in step.op.results for item in self.fanout.get(name, ())]
-        return [*self.gathers.refill(step), *summed, *self._compute(step, "backward")]
+    def _launch(self, action: Launch) -> Iterator[Item]:
+        message = action.message
+        if isinstance(message, Opening):
+            items = self._exchange(message.move)
+            last = max(k for k, item in enumerate(items) if item.meets)
+            self.unpacking[message.key] = items[last + 1 :]
+            yield from (*items[:last], replace(items[last], starts=message.key))
+        elif isinstance(message, Bucket):
+            if len(message.names) > 1:
+                yield self.meeting.copied("gradient_exchange", message.key, 2.0 * message.bytes)
+            yield self._started(message.key, "all_reduce", message.axes, float(message.bytes))
+        else:
+            self.sent += [message.key] if message in self._returns else []
+            given = zip(message.moves, message.steps, strict=True)
+            size = sum(self.meeting.given(step, self.meeting.item(move.value)) for move, step in given)
+            yield self._started(message.key, "all_to_all", message.axes, size)
 
-    def _trained(self, step: Compute) -> bool:
-        """Whether an op has a backward."""
-        return any(self.gradients.get(name) for name in step.op.operands)
+    def _started(self, key: str, kind: Collective, axes: tuple[str, ...], size: float) -> Item:
+        return self.meeting.met("gradient_exchange", key, kind, axes, size, starts=key)
 
-    def _wanted(self, step: Compute) -> list[Move]:
-        """The gathered weights that an op's backward needs."""
-        weights = {k: self.gathering[slot] for k, slot in enumerate(step.inputs) if slot in self.gathering}
-        kept = self._kept(step) if weights and self._trained(step) else ()
-        return [move for k, move in weights.items() if k in kept]
+    @cached_property
+    def _returns(self) -> frozenset[Bunch]:
+        return frozenset(self.messages.returns)
 
-    def _kept(self, step: Compute) -> Collection[int]:
-        """Which operands an op's backward needs. Norms keep their small weights, of which rules say nothing."""
-        if not step.nest.anchor:
-            return range(len(step.inputs))
-        items = [tuple(map(self.meeting.item, names)) for names in (step.op.operands, step.op.results)]
-        share = Share(step, self.mesh.coords(self.members[0]), *items)
-        return saving(share, [self.gradients.get(name, False) for name in step.op.operands]).tensors
+    def _await(self, action: Await) -> Iterator[Item]:
+        yield self._awaited(action.message.key)
+        yield from self.unpacking.pop(action.message.key, ())
 
-    def _compute(self, step: Compute, way: Literal["forward", "backward"]) -> list[Item]:
+    def _limit(self, action: Limit) -> Iterator[Item]:
+        over = self.sent[: len(self.sent) - action.most]
+        if over:
+            yield self._awaited(over[-1])
+
+    def _awaited(self, key: str) -> Item:
+        return Item(category="gradient_exchange", label=key, seconds=0.0, awaits=key)
+
+    def _fetch(self, action: Fetch) -> Iterator[Item]:
+        """Through shared memory, n bytes are read and written."""
+        if action.source is None:
+            yield self._copied(action.move, "shared_fetch", 2.0)
+
+    def _give(self, action: Give) -> Iterator[Item]:
+        """Through shared memory of p ranks: 2 n bytes to put a gradient there, and 3 n (p-1)/p to add those of others."""
+        if action.target is None:
+            count = self.lists.paths.extent(action.move.exchange.steps[0].axes)
+            yield self._copied(action.move, "shared_give", 2 + 3 * (count - 1) / count)
+
+    def _copied(self, move: Move, kind: Collective, times: float) -> Item:
+        """A divided weight or its gradient through shared memory: as measured or, where nothing was, by the bytes moved."""
+        step = move.exchange.steps[0]
+        size = self.meeting.numel(step.target) * self.meeting.item(move.value)
+        cost = self.prices.measured(kind, self.meeting.groups(step.axes), size)
+        if cost is None:
+            return self.meeting.copied("gradient_exchange", move.value, times * size)
+        return Item(category="gradient_exchange", label=move.value, seconds=cost.seconds, spread=cost.spread or 0.0,
+                    source="measured", size=size)  # fmt: skip
+
+    def _sum(self, action: Sum) -> Iterator[Item]:
+        size = sum(self.meeting.numel(self.program.stored[n]) * self.meeting.item(n) for n in action.names)
+        yield self.meeting.met("gradient_exchange", "gradients", "shared_sum", action.axes, float(size))
+
+    def _compute(self, step: Compute, *, way: Literal["forward", "backward"]) -> list[Item]:
         times = self._times(step)
         spent = [t.forward if way == "forward" else t.backward for t, _ in times]
         seconds = max(spent)
@@ -143,8 +192,7 @@ class StagePrices:
         spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
         out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
                     even=even, source=slowest.source, asked=slowest.asked[0 if way == "forward" else 1])]  # fmt: skip
-        joint = step.axes_of("joint")
-        return [*out, self._joint(step, joint)] if joint else out
+        return [*out, *self._inside(step, backward=way == "backward")]
 
     def _fanout(self) -> dict[str, list[Item]]:
         """By value, the sums of the gradients that its readers give it. On processors they are left out: they are not among
@@ -180,63 +228,23 @@ class StagePrices:
         """A step as one member of the stage runs it."""
         return kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
 
-    def _joint(self, step: Compute, axes: tuple[str, ...]) -> Item:
-        """The exchange of statistics inside a kernel that works over several ranks."""
-        coords = self.mesh.coords(self.members[0])
-        inside = math.prod(len(step.loops[name].at(coords)) for name in {step.choice[a] for a in axes} if name is not None)
-        numel = math.prod(step.needs[0].local_shape(coords)) // max(inside, 1)
-        if step.nest.kernel == "batch_norm":
-            numel = step.needs[0].local_shape(coords)[1]
-        size = STATISTICS * numel * self.meeting.item(step.op.operands[0])
-        return self.meeting.met("layer_exchange", f"{step.op.path} statistics", "all_reduce", axes, size)
+    def _inside(self, step: Compute, *, backward: bool) -> Iterator[Item]:
+        """The collectives inside a kernel that works over several ranks."""
+        if step.axes_of("joint") or step.axes_of("sum"):
+            items = (tuple(map(self.messages.item, names)) for names in (step.op.operands, step.op.results))
+            for inside in collectives_inside(Share(step, self.coords, *items), backward=backward):
+                kind: Collective = "shared_gather" if self.lists.paths.small(inside.axes, inside.size) else inside.kind
+                label = f"{step.op.path} statistics"
+                yield self.meeting.met("layer_exchange", label, kind, inside.axes, float(inside.size))
 
-    # --- gradients and updates ---
-
-    def _sums(self) -> dict[int, list[Item]]:
-        """By step, the sums of gradients that are put on the wire when its backward is done: those of ranks that share no
-        memory, in buckets, each when its last gradient has come and those before it are under way."""
-        first, order = order_of_use(self.program), self._reduced(near=False)
-        out: dict[int, list[Item]] = {}
-        at = len(self.program.steps)
-        for number, bucket in enumerate(buckets(order)):
-            at = min(at, *(first.get(name, 0) for name in bucket.names))
-            key = f"{BUCKET} {number}"
-            packing = [self.meeting.copied("gradient_exchange", key, 2.0 * bucket.bytes)] if len(bucket.names) > 1 else []
-            launch = self.meeting.met("gradient_exchange", key, "all_reduce", bucket.axes, bucket.bytes, starts=key)
-            out.setdefault(at, []).extend([*packing, launch])
-        return out
-
-    def _reduced(self, *, near: bool) -> list[Gradient]:
-        """The gradients to be summed over ranks of one host, or of several, in the order of their parameters' use."""
-        first = order_of_use(self.program)
-        found = []
-        for name, axes in sorted(self.program.reductions.items(), key=lambda pair: first.get(pair[0], -1)):
-            if self.prices.together(self.meeting.groups(axes)) == near:
-                size = self.meeting.numel(self.program.stored[name]) * self.meeting.item(name)
-                found.append(Gradient(name, size, axes, self.graph.values[name].dtype))
-        return found
-
-    def reductions(self) -> list[Item]:
-        """The gradient sums left for after backward, by the axes they run over: those through common memory."""
-        sizes: dict[tuple[str, ...], float] = {}
-        for gradient in self._reduced(near=True):
-            sizes[gradient.axes] = sizes.get(gradient.axes, 0.0) + gradient.bytes
-        return [self.meeting.met("gradient_exchange", "gradients", "gradients", axes, size) for axes, size in sizes.items()]
+    # --- updates ---
 
     def updated_bytes(self) -> float:
         """Bytes of parameters the optimizer of one rank updates."""
-        return float(sum(self._sizes(self.program.updates).values()))
+        (update,) = (action for action in self.lists.update if isinstance(action, Update))
+        updates = self.program.updates
+        return float(sum(self.meeting.numel(updates[name]) * self.meeting.item(name) for name in update.names))
 
-    def shared_bytes(self) -> dict[tuple[str, ...], float]:
-        """Under ZeRO-1, by axes, bytes of the parameters of which each rank updates a part and gets the rest."""
-        updated, stored = self._sizes(self.program.updates), self._sizes(self.program.stored)
-        out: dict[tuple[str, ...], float] = {}
-        for name in updated:
-            if updated[name] < stored[name]:
-                (step,) = Exchange(self.mesh, self.program.updates[name], self.program.stored[name]).steps
-                out[step.axes] = out.get(step.axes, 0.0) + stored[name]
-        return out
-
-    def _sizes(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
-        trained = {p.name for p in self.graph.parameters if p.trainable}
-        return {n: float(self.meeting.numel(at) * self.meeting.item(n)) for n, at in layouts.items() if n in trained}
+    def gathered_bytes(self, slices: GatherSlices) -> float:
+        """Bytes of the parameters that the gathering of updated slices (ZeRO-1) completes."""
+        return float(sum(self.meeting.numel(self.program.stored[n]) * self.meeting.item(n) for n in slices.names))

@@ -1,20 +1,20 @@
-"""A program's backward on one rank with blocks of memory instead of numbers, from a list of what its forward did.
+"""A program's backward on one rank with blocks of memory instead of numbers: its list, with what forward wrote down of each op.
 
-Backward goes through that list from its end, as autograd's engine does: an op makes the gradients of its operands while it
-still has what it kept and the gradient it was given, then lets go of both. Two gradients of one tensor are added in place
-if nobody else holds the first.
+An op makes the gradients of its operands while it still has what it kept and the gradient it was given, then lets go of both.
+Two gradients of one tensor are added in place if nobody else holds the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.oracle.heap import Block, Heap
 from fourfold.oracle.machine import Machine
-from fourfold.oracle.results import Strided
+from fourfold.plans.actions import Action, Back, Rerun
 from fourfold.plans.mesh import Coords
+from fourfold.plans.results import Strided
 
 
 @dataclass(eq=False, slots=True)
@@ -48,8 +48,10 @@ Env = dict[str, Tensor]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One op of the tape: the variables it read and made, the blocks it keeps, and its backward."""
+    """One op of the tape: the variables it read and made, the blocks it keeps, and its backward. `source`: the step, or the
+    segment, that it is of; None for what no list names (the cutting and joining of passes)."""
 
+    source: object
     name: str
     ins: list[Var | None]
     outs: list[Var]
@@ -57,7 +59,7 @@ class Node:
     backward: Callable[[list[Block]], list[Block | None]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Tape:
     """One rank's heap and the list of ops whose backward is to come."""
 
@@ -66,41 +68,58 @@ class Tape:
     coords: Coords
     machine: Machine
     nodes: list[Node] = field(default_factory=list)
+    pending: list[Node] = field(default_factory=list)  # whose backward is to come
     turn: int = 0  # counts backwards
 
-    def backward(self, nodes: list[Node]) -> None:
-        """Through the ops of one forward, from the last; their outputs' gradients are there."""
+    def backward(self, nodes: list[Node], actions: Sequence[Action]) -> None:
+        """The list of a backward, on what one forward wrote down; its outputs' gradients are there."""
         self.turn += 1
-        self._run(nodes)
+        self.pending = nodes
+        for action in actions:
+            if isinstance(action, Back):
+                if self._reached(action.step):
+                    self.act(action.before)
+                    self._run(self.pending.pop())
+                    self.act(action.after)
+            elif isinstance(action, Rerun):
+                if self._reached(action.segment):
+                    self._run(self.pending.pop())
+            else:
+                self.act((action,))
+        while self.pending:
+            self._run(self.pending.pop())
 
-    def _run(self, nodes: list[Node]) -> None:
-        for node in reversed(nodes):
-            self.heap.now = f"backward of {node.name}"
-            given = [var.grad for var in node.outs if var.grad is not None]
-            if not given:
-                self._release(node)
-                continue
-            self._refill(node)
-            made = node.backward(given)
+    def act(self, actions: Sequence[Action]) -> None:
+        """What a list says beside backwards."""
+        raise NotImplementedError
+
+    def _reached(self, source: object) -> bool:
+        """Go through what comes before the backward of a step; whether it has one."""
+        if not any(node.source is source for node in reversed(self.pending)):
+            return False
+        while self.pending[-1].source is not source:
+            self._run(self.pending.pop())
+        return True
+
+    def _run(self, node: Node) -> None:
+        self.heap.now = f"backward of {node.name}"
+        given = [var.grad for var in node.outs if var.grad is not None]
+        if not given:
             self._release(node)
-            for var in node.outs:
-                if var.grad is not None:
-                    self.heap.drop(var.grad)
-                    var.grad = None
-            for target, block in zip(node.ins, made, strict=False):
-                if target is not None and block is not None:
-                    self.accumulate(target, block)
-
-    def _refill(self, node: Node) -> None:
-        """Gather the weights that this op's backward reads, where they are not here."""
-        for block in node.saved:
-            note = block.gathered
-            if note is not None and note.full is None:
-                note.full = note.fetch() if note.fetch is not None else self.heap.take(note.size, "gathered weights")
+            return
+        made = node.backward(given)
+        self._release(node)
+        for var in node.outs:
+            if var.grad is not None:
+                self.heap.drop(var.grad)
+                var.grad = None
+        for target, block in zip(node.ins, made, strict=False):
+            if target is not None and block is not None:
+                self.accumulate(target, block)
 
     def _release(self, node: Node) -> None:
         for block in node.saved:
-            if block.gathered is None:
+            if not block.gathered:
                 self.heap.drop(block)
         node.saved = []
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fourfold.oracle.register import rule_for
-from fourfold.oracle.saving import Share, full_bytes
+from fourfold.ops.register import rule_for
+from fourfold.plans.saving import Share, full_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ import numpy as np
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph
-from fourfold.graph.spec import computed_as
 from fourfold.ops.nest import Nest, nest_of
 from fourfold.oracle.items import Item
 from fourfold.oracle.meeting import Meeting
@@ -38,10 +37,14 @@ from fourfold.planner.knots import Knot
 from fourfold.planner.problem import Problem
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
+from fourfold.plans.lists import StageList
 from fourfold.plans.lower import Surroundings, lower_part
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.messages import StageMessages
+from fourfold.plans.paths import Paths
 from fourfold.plans.pipeline import Part
 from fourfold.plans.plan import Plan, Stage, matches
+from fourfold.plans.policy import Policy
 
 LIGHT = 0.05  # of all FLOPs: an op that does no more may run whole on every rank
 Choice = tuple[tuple[str, str], ...]
@@ -66,9 +69,9 @@ class Place:
     def wide(self) -> tuple[str, ...]:
         return tuple(axis for axis in self.mesh.names if self.mesh.extent(axis) > 1)
 
-    @property
-    def dtypes(self) -> dict[str, str]:
-        return computed_as(self.prices.precision)
+    @cached_property
+    def paths(self) -> Paths:
+        return Paths(self.mesh, self.ranks, self.prices.placement, Policy())
 
     @cached_property
     def sharers(self) -> int:
@@ -110,8 +113,7 @@ class Surrogate:
 
     def __post_init__(self) -> None:
         concrete = self.graph.at(self.place.size)
-        self.meeting = Meeting(prices=self.place.prices, mesh=self.place.mesh, ranks=self.place.ranks, members=[0],
-                               graph=concrete, dtypes=self.place.dtypes)  # fmt: skip
+        self.meeting = Meeting(prices=self.place.prices, paths=self.place.paths, members=[0], graph=concrete)
         self.flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
         anchors = [concrete.producer[knot.anchor.results[0]] for knot in self.knots]
         self.options = [self._options(knot, nest_of(op, concrete)) for knot, op in zip(self.knots, anchors, strict=True)]
@@ -244,7 +246,7 @@ def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> P
     program = lower_part(knot.graph, plan, around=Surroundings(live=live))
     stage = Stage(first="", ranks=place.ranks, mesh=place.mesh)
     part = Part(index=0, stage=stage, graph=knot.graph, programs={place.size: program})
-    stages = StagePrices(part, place.size, place.prices, live, place.dtypes)
+    stages = StagePrices(StageList(StageMessages(program, place.paths, live, place.prices.precision)), place.prices)
     forward, backward = stages.forward(), stages.backward()
     sent = [item for item in backward if item.category == "gradient_exchange"]
     back = [item for item in backward if item.category != "gradient_exchange"]

@@ -1,5 +1,5 @@
-"""What travels together: gradients summed in buckets, weights gathered in bunches, slices of them in chunks. Facts of names and
-sizes alone, for the runtime that sends them and for whoever counts their time and memory.
+"""How gradients are put into buckets, weights into bunches, slices of parameters into chunks: functions of names and sizes
+alone. `messages` calls them with the sizes of a plan's `Policy`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from dataclasses import dataclass
 from fourfold.plans.exchange import Exchange, Step
 from fourfold.plans.program import Move, Program
 
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20
-"""The last gradients to come are the first layers': a small bucket ends the step sooner."""
-BUNCH_BYTES = 4 * 2**20
-SUMS_AHEAD = 2
-"""Sums of bunches of gradients under way at once."""
-CHUNK_BYTES = 4 * 2**20
-"""What a rank gives at a time when slices of parameters are gathered (ZeRO-1)."""
-LARGE = 2**15
-"""Elements that a rank takes from others: from so many on, messages between hosts go by themselves (`runtime.wire`)."""
 RING_BYTES = 16 * 2**20
-"""The least common memory through which gradients of gathered weights go, per rank: small ones need not wait for each other."""
+"""The least shared memory through which gradients of gathered weights go, per rank: small ones need not wait for each other."""
+Chunk = list[tuple[int, int, int]]
+"""Number of a tensor, and its rows from one to before another."""
 
 
 def gradient_bytes(step: Step, item: int) -> int:
     """The place a gradient has in that memory: of the largest any rank has, in whole cache lines."""
     return -(-item * math.prod(max(own.counts) for own in step.source.dims) // 64) * 64
+
+
+def ring_bytes(moves: Sequence[Move], items: Sequence[int]) -> int:
+    """Bytes of a rank's area in the ring: at least two of the largest gradient."""
+    sizes = [gradient_bytes(move.exchange.adjoint.steps[0], item) for move, item in zip(moves, items, strict=True)]
+    return max(RING_BYTES, 2 * max(sizes, default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +42,40 @@ class Gradient:
 class Bucket:
     """Gradients of one dtype that are summed at once over the same axes."""
 
+    key: str
     names: tuple[str, ...]
     axes: tuple[str, ...]
     bytes: int
 
 
-def buckets(gradients: Sequence[Gradient]) -> list[Bucket]:
-    """Gradients of parameters in the order of their first use, in buckets in the order they come: last used first. One larger
-    than a bucket has its own."""
+def buckets(gradients: Sequence[Gradient], *, most: int, last: int) -> tuple[Bucket, ...]:
+    """Gradients of parameters in the order of their first use, in buckets of at most so many bytes in the order they come: last
+    used first. A larger one has its own. `last`: bytes of those that come last."""
     filling: dict[tuple[tuple[str, ...], str], list[Gradient]] = {}
-    out: list[Bucket] = []
+    out: list[Sequence[Gradient]] = []
     for gradient in reversed(gradients):
-        if gradient.bytes >= BUCKET_BYTES:
-            out.append(_bucket([gradient]))
+        if gradient.bytes >= most:
+            out.append([gradient])
             continue
         key = (gradient.axes, gradient.dtype)
-        if sum(g.bytes for g in filling.get(key, [])) + gradient.bytes > BUCKET_BYTES:
-            out.append(_bucket(filling.pop(key)))
+        if sum(g.bytes for g in filling.get(key, [])) + gradient.bytes > most:
+            out.append(filling.pop(key))
         filling.setdefault(key, []).append(gradient)
     for found in filling.values():
-        cut = _tail(found)
-        out += [_bucket(part) for part in (found[:cut], found[cut:]) if part]
-    return out
+        cut = _tail(found, last)
+        out += [part for part in (found[:cut], found[cut:]) if part]
+    return tuple(
+        Bucket(f"bucket {k}", tuple(g.name for g in some), some[0].axes, sum(g.bytes for g in some))
+        for k, some in enumerate(out)
+    )
 
 
-def _bucket(gradients: Sequence[Gradient]) -> Bucket:
-    return Bucket(tuple(g.name for g in gradients), gradients[0].axes, sum(g.bytes for g in gradients))
-
-
-def _tail(gradients: Sequence[Gradient]) -> int:
+def _tail(gradients: Sequence[Gradient], most: int) -> int:
     """Where the last, small bucket begins."""
     total = 0
     for k in reversed(range(len(gradients))):
         total += gradients[k].bytes
-        if total > FIRST_BUCKET_BYTES:
+        if total > most:
             return k + 1
     return 0
 
@@ -97,17 +95,33 @@ def _travels(exchange: Exchange) -> bool:
     return len(exchange.steps) == 1 and exchange.steps[0].pattern != "local"
 
 
-def bunched(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object]) -> list[list[int]]:
-    """Numbers of exchanges that travel together: neighbours of the same axes and dtype, up to a few megabytes of results.
+def bunched(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object], *, most: int) -> list[list[int]]:
+    """Numbers of exchanges that travel together: neighbours of the same axes and dtype, up to so many bytes of results.
     `items`: bytes of an element."""
     out: list[list[int]] = []
     size = 0
     for k, step in enumerate(steps):
         more = math.prod(step.target.shape) * items[k]
         alike = bool(out) and (steps[out[-1][0]].axes, dtypes[out[-1][0]]) == (step.axes, dtypes[k])
-        if not alike or size + more > BUNCH_BYTES:
+        if not alike or size + more > most:
             out.append([])
             size = 0
         out[-1].append(k)
         size += more
     return out
+
+
+def chunks(shapes: Sequence[tuple[int, ...]], length: int) -> list[Chunk]:
+    """Tensors cut by rows, in order, into chunks of at most `length` elements; no row is longer."""
+    out: list[Chunk] = [[]]
+    room = length
+    for k, shape in enumerate(shapes):
+        low, width = 0, math.prod(shape[1:])
+        while width and low < shape[0]:
+            if room < width:
+                out.append([])
+                room = length
+            high = min(shape[0], low + room // width)
+            out[-1].append((k, low, high))
+            low, room = high, room - (high - low) * width
+    return [chunk for chunk in out if chunk]

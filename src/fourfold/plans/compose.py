@@ -15,6 +15,7 @@ from fourfold.graph import Graph
 from fourfold.plans.additive import microbatched
 from fourfold.plans.balance import balanced
 from fourfold.plans.plan import Plan, Segment, Stage, matches
+from fourfold.plans.policy import Policy
 from fourfold.plans.schedule import schedule_named
 
 Base = Callable[[int, int], Plan]
@@ -33,6 +34,7 @@ class Options:
     schedule: str | None = None
     recompute: int | None = None  # segments per stage
     zero: int | None = None
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches"):
@@ -62,6 +64,8 @@ def composed(base: Base, graph: Graph, *, ranks: int, batch: int, stages: int, o
         plan = _staged(plan, graph, [counts[k % places] for k in range(stages)], inner)
     if options.zero is not None:
         plan = replace(plan, zero=options.zero)
+    if options.policy is not None:
+        plan = replace(plan, policy=options.policy)
     if options.recompute:
         plan = recomputed(graph, plan, options.recompute)
     return replace(plan, notes=(*plan.notes, *microbatched(graph, batch, micro).notes))

@@ -20,6 +20,8 @@ from fourfold.plans.mesh import Mesh
 from fourfold.plans.own import Own
 
 Pattern = Literal["none", "local", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+OVERLAPPING: tuple[Pattern, ...] = ("all_gather", "all_to_all")
+"""Patterns that the runtime can start, and wait for later."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Exchange:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         return _steps(self)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its last step can travel while others compute."""
+        return bool(self.steps) and self.steps[-1].pattern in OVERLAPPING
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,18 @@ class Step:
     def given(self, rank: int) -> int:
         """Elements that rank gives to others, one that several take counted for each."""
         return _counted(self, rank, incoming=False)
+
+    def size(self, rank: int, item: int) -> int:
+        """Bytes of the collective on a rank, as `cluster.Curve` defines them: what it gives to others in an all-to-all, its own
+        part in an all-gather, otherwise its result. `item`: bytes of an element."""
+        if self.pattern == "all_to_all":
+            return item * self.given(rank)
+        layout = self.source if self.pattern == "all_gather" else self.target
+        return item * math.prod(layout.local_shape(self.mesh.coords(rank)))
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether nothing travels in the group that a rank is in."""
+        return not any(self.received(peer) for peer in self.mesh.group(rank, self.axes))
 
 
 @dataclass(frozen=True, slots=True)

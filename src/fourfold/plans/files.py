@@ -14,6 +14,7 @@ from fourfold.files import json_text, parsed_json, read_text, write_file
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.plans.mesh import Mesh
 from fourfold.plans.plan import WILD, Passes, Plan, Segment, Stage
+from fourfold.plans.policy import BOUNDS, Policy
 from fourfold.table import NAME, Table
 
 VERSION = 1
@@ -28,7 +29,7 @@ MOST_PASSES = 256  # all together; each is lowered by itself
 OP = 1_000  # characters of an op's path, or of a pattern
 KEYS = (
     "version", "model", "strategy", "graph", "batch", "mesh", "stages", "microbatches", "schedule", "recompute", "zero",
-    "inputs", "splits", "passes", "notes", "signature", "made_for",
+    "policy", "inputs", "splits", "passes", "notes", "signature", "made_for",
 )  # fmt: skip
 REMEDY = "write it with `fourfold plan -o`"
 
@@ -74,6 +75,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "recompute": [{"first": s.first, "last": s.last} for s in plan.recompute],
         "zero": plan.zero,
+        "policy": plan.policy.changes(),
         "inputs": dict(plan.inputs),
         "splits": [{"op": pattern, **by_axis} for pattern, by_axis in plan.splits],
         "passes": [{"first": p.first, "last": p.last, "count": p.count, "axis": p.axis} for p in plan.passes],
@@ -122,9 +124,15 @@ def _plan(table: Table) -> Plan:
         schedule=table.text("schedule", "1f1b-sno", most=NAME),
         recompute=tuple(_segment(entry) for entry in table.tables("recompute", most=MOST_SEGMENTS)),
         zero=table.whole("zero", 0, least=0),
+        policy=_policy(table.table("policy")),
         notes=table.texts("notes"),
         signature=_signature(table.table("signature")),
     )
+
+
+def _policy(table: Table) -> Policy:
+    table.check(tuple(BOUNDS))
+    return Policy(**{key: table.whole(key, least=BOUNDS[key][0], most=BOUNDS[key][1]) for key in table.names()})
 
 
 def _mesh(table: Table, key: str) -> Mesh:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from fourfold.graph import Graph
 from fourfold.plans.plan import Segment
-from fourfold.plans.program import Compute, Move, Program, Repeat, Step
+from fourfold.plans.program import Compute, Move, Program, Repeat, Step, inside
 
 _FRESH = ("aten.conv", "aten.batch_norm", "aten.linear", "aten.add")
 """Ops whose result is new memory that their own backward does not read."""
@@ -102,3 +102,25 @@ def order_of_use(program: Program) -> dict[str, int]:
         for slot in reads(step):
             out.setdefault(slot.split("@")[0], k)
     return out
+
+
+def backwards(program: Program, live: frozenset[str]) -> frozenset[int]:
+    """The identities of the ops and exchanges that have a backward: a gradient comes to what they make, and goes on to what
+    they read. `live`: the values that have a gradient; one that no op of the program reads has it from elsewhere."""
+    read = {name for op in program.graph.ops for name in op.operands}
+    graded = {program.slots[name] for name in (program.graph.loss, *program.graph.outputs) if name in live}
+    graded |= {name for op in program.graph.ops for name in op.results if name in live and name not in read}
+    out: set[int] = set()
+    for outer in reversed(program.steps):
+        if isinstance(outer, Repeat):
+            graded |= {inside for inside, outside, _ in outer.exits if outside in graded}
+        for step in reversed(inside(outer)):
+            if graded.isdisjoint(writes(step)):
+                continue
+            names = step.op.operands if isinstance(step, Compute) else (step.value,)
+            slots = step.inputs if isinstance(step, Compute) else (step.source,)
+            reached = {slot for name, slot in zip(names, slots, strict=True) if name in live}
+            if reached:
+                out.add(id(step))
+                graded |= reached
+    return frozenset(out)

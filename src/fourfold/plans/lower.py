@@ -21,11 +21,11 @@ from fourfold.plans.layout import Layout
 from fourfold.plans.lifetimes import segments
 from fourfold.plans.own import Own
 from fourfold.plans.passes import Run, run_of
-from fourfold.plans.place import Placement, place
+from fourfold.plans.place import Placed, place
 from fourfold.plans.plan import Passes, Plan
 from fourfold.plans.program import Compute, Move, Program, Repeat, Rows, Step, renamed
 
-Chooser = Callable[[Op, Nest, dict[str, str], Placement], dict[str, str] | None]
+Chooser = Callable[[Op, Nest, dict[str, str], Placed], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
 MOST_DEALT = 2**20  # examples of a batch that passes deal out, each of them named
 Emission = Iterator["Emission"]
@@ -204,9 +204,9 @@ class _Lowering:
 
     def _placed(
         self, op: Op, nest: Nest, splits: Mapping[str, str], given: list[Layout | None], wanted: Layout | None
-    ) -> Placement:
+    ) -> Placed:
         """The op placed: once for all layers that are alike, in all plans of the graph."""
-        known: dict[tuple[Any, ...], Placement] = self.graph.memo.setdefault("placements", {})
+        known: dict[tuple[Any, ...], Placed] = self.graph.memo.setdefault("placements", {})
         key = (id(nest), self.mesh, tuple(splits.items()), tuple(given), wanted)  # the graph keeps its nests
         if key not in known:
             known[key] = place(nest, self.mesh, splits, given, wanted=wanted, where=op.path)

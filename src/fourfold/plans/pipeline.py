@@ -4,8 +4,10 @@ This is the value the oracle replays and the runtime executes. A plan without st
 it says otherwise, one micro-batch: then the list is a forward, a backward and the gradient sums.
 
 Actions read as in `schedule`: ``1F0`` and ``1B0`` compute; ``1<0F0`` is stage 1 receiving from stage 0 what its forward of
-micro-batch 0 reads, ``0>1F0`` the sending of it; ``0<1B0`` and ``1>0B0`` are the gradients on their way back; ``0G`` sums the
-gradients of stage 0 over its ranks, ``T`` adds up those of tied parameters.
+micro-batch 0 reads, ``0>1F0`` the sending of it; ``0<1B0`` and ``1>0B0`` are the gradients on their way back. ``0S`` is the
+beginning of a step on stage 0, ``0G`` sums its gradients over its ranks, ``T`` adds up those of tied parameters, ``R`` is a
+rank getting ready to receive the loss, ``L`` the sum of the loss's shares, ``C`` that of the squared norms of gradients, ``U``
+the update. What each of them does stands in a list of its stage (`lists`).
 """
 
 from __future__ import annotations
@@ -18,35 +20,47 @@ from typing import Literal
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph
 from fourfold.plans.additive import MicroLoss, microbatched
+from fourfold.plans.boundary import Side
 from fourfold.plans.layout import Layout
+from fourfold.plans.lists import StageList
 from fourfold.plans.lower import Surroundings, lower_part
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.messages import StageMessages
+from fourfold.plans.paths import Paths
+from fourfold.plans.placement import Placement
 from fourfold.plans.plan import Plan, Stage
 from fourfold.plans.program import Compute, Program
 from fourfold.plans.schedule import ASYNCHRONOUS, Action
 from fourfold.plans.stages import Crossing, Cut, cut
 
+Lists = Mapping[tuple[int, int], StageList]
+"""By stage and size of micro-batch."""
 BLOCKING = ("1f1b-sno",)
 """Schedules whose receiver stands still while a tensor arrives; under the others receives are posted a turn ahead."""
+
+
+LETTERS = {"listen": "R", "tie": "T", "loss": "L", "clip": "C", "update": "U"}
+"""How tasks of all stages of a rank are written."""
+UNTIMED = ("listen", "begin", "loss")
+"""Tasks that no timeline shows: they pass on a number or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One entry of a rank's list."""
 
-    kind: Literal["F", "B", "receive", "send", "reduce", "tie", "update"]  # update: on the oracle's lists alone
+    kind: Literal["listen", "begin", "F", "B", "receive", "send", "reduce", "tie", "loss", "clip", "update"]
     stage: int = 0
     microbatch: int = 0
     peer: int = 0  # of receive and send: the other stage
     way: Literal["F", "B"] = "F"  # of receive and send: values of a forward or gradients of a backward
+    last: bool = False  # of a backward: whether it completes its stage's gradients
 
     def __str__(self) -> str:
-        if self.kind == "tie":
-            return "T"
-        if self.kind == "reduce":
-            return f"{self.stage}G"
-        if self.kind == "update":
-            return "U"
+        if self.kind in LETTERS:
+            return LETTERS[self.kind]
+        if self.kind in ("begin", "reduce"):
+            return f"{self.stage}{'S' if self.kind == 'begin' else 'G'}"
         if self.kind in ("F", "B"):
             return f"{self.stage}{self.kind}{self.microbatch}"
         return f"{self.stage}{'<' if self.kind == 'receive' else '>'}{self.peer}{self.way}{self.microbatch}"
@@ -76,6 +90,16 @@ class Part:
         """How an output lies on the ranks after forward."""
         program = self.programs[size]
         return program.layouts[value] if program.slots[value] == value else self.slot_layout(value, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """The gradient of a tied parameter on its way from one stage to another. `add`: to the taker's; else in place of it."""
+
+    name: str
+    giver: int
+    taker: int
+    add: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +134,10 @@ class Pipeline:
         return {(a.stage, "F" if a.kind == "F" else "B", a.microbatch): (place, turn) for place, row in rows
                 for turn, a in enumerate(row)}  # fmt: skip
 
-    def tasks(self, rank: int) -> tuple[Task, ...]:
-        """What a rank does, in order."""
-        return self._lists[next(k for k, ranks in enumerate(self.places) if rank in ranks)]
+    def tasks(self, rank: int, *, clips: bool = False) -> tuple[Task, ...]:
+        """What a rank does, in order. `clips`: the user's loop clips gradients by their norm, before the update."""
+        found = self._lists[next(k for k, ranks in enumerate(self.places) if rank in ranks)]
+        return (*found[:-1], Task(kind="clip"), found[-1]) if clips else found
 
     @cached_property
     def _lists(self) -> tuple[tuple[Task, ...], ...]:
@@ -126,8 +151,14 @@ class Pipeline:
             out += [task for a in received for task in self._mail("receive", a)]
             out.append(Task(kind="F" if action.kind == "F" else "B", stage=action.stage, microbatch=action.microbatch))
             out += self._mail("send", action)
-        out += [Task(kind="reduce", stage=part.index) for part in self.parts if part.stage.ranks == self.places[place]]
-        return (*out, Task(kind="tie")) if self.cut.tied else tuple(out)
+        for at in {task.stage: k for k, task in enumerate(out) if task.kind == "B"}.values():
+            out[at] = replace(out[at], last=True)
+        stages = [part.index for part in self.parts if part.stage.ranks == self.places[place]]
+        listens = [Task(kind="listen")] if self.last.index not in stages else []
+        begins = [Task(kind="begin", stage=index) for index in stages]
+        out += [Task(kind="reduce", stage=index) for index in stages]
+        out += [Task(kind="tie")] if self.cut.tied else []
+        return (*listens, *begins, *out, Task(kind="loss"), Task(kind="update", stage=stages[0]))
 
     def _mail(self, kind: Literal["send", "receive"], action: Action) -> list[Task]:
         """What is received for an action, or sent after it."""
@@ -145,6 +176,60 @@ class Pipeline:
                 out.setdefault(("send", source, way), {})[target] = None
                 out.setdefault(("receive", target, way), {})[source] = None
         return out
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """The gradients of tied parameters are added up at their owners, one after the other, and the sums go to all copies."""
+        trained = {p.name for p in self.graph.parameters if p.trainable}
+        out: list[Tie] = []
+        for name, (owner, *others) in self.cut.tied.items():
+            if name in trained:
+                out += [Tie(name, stage, owner, add=True) for stage in others]
+                out += [Tie(name, owner, stage, add=False) for stage in others]
+        return tuple(out)
+
+    @cached_property
+    def without_loss(self) -> tuple[int, ...]:
+        """The ranks outside the stage that has the loss."""
+        return tuple(sorted({rank for ranks in self.places for rank in ranks} - set(self.last.stage.ranks)))
+
+    def side(self, stage: int, value: str, size: int) -> Side:
+        """A crossing tensor on the ranks of one of its stages."""
+        part = self.parts[stage]
+        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
+
+    def stored_side(self, stage: int, name: str) -> Side:
+        """A stored tensor on the ranks of a stage."""
+        part = self.parts[stage]
+        return Side(part.program.stored[name], part.stage.mesh, part.stage.ranks)
+
+    def lists(self, placement: Placement, precision: str = "fp32", *, trains: bool = True) -> Lists:
+        """What the stages do where the ranks are placed so. `trains`: False where only forwards run."""
+        return self._listed(placement, precision, "training" if trains else "forward")
+
+    def counters(self, placement: Placement, precision: str = "fp32") -> Lists:
+        """The same of the programs that count what the loss divides by."""
+        return self._listed(placement, precision, "counts")
+
+    def _listed(self, placement: Placement, precision: str, purpose: str) -> Lists:
+        key = placement, precision, purpose
+        if key not in self._known:
+            programs = self.counts if purpose == "counts" else {part.index: part.programs for part in self.parts}
+            trains = purpose == "training"
+            live = self.cut.live if trains else frozenset[str]()
+            room = placement.room // len(self.parts) if placement.room is not None else None
+            out: dict[tuple[int, int], StageList] = {}
+            for index, by_size in programs.items():
+                stage = self.parts[index].stage
+                paths = Paths(stage.mesh, stage.ranks, placement, self.plan.policy)
+                for size, program in by_size.items():
+                    out[index, size] = StageList(StageMessages(program, paths, live, precision, room, trains))
+            self._known[key] = out
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[Placement, str, str], Lists]:
+        return {}
 
     def between(self, source: int, target: int, way: str) -> tuple[Crossing, ...]:
         """The tensors one stage sends another, as values or, backward, as gradients."""

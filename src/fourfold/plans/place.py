@@ -23,7 +23,7 @@ PASS = "<partial>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placed:
     """One op on a mesh: layouts of operands and results, and the division of every loop."""
 
     needs: tuple[Layout, ...]
@@ -40,7 +40,7 @@ def place(
     *,
     wanted: Layout | None = None,
     where: str = "op",
-) -> Placement:
+) -> Placed:
     """Place an op. `given[i]` is None for operands that take any layout asked of them (parameters, constants, free inputs).
 
     `wanted` steers an op that is itself free: its first result's layout as a consumer asks for it.
@@ -58,7 +58,7 @@ def place(
     owns = {loop.name: _division(nest, mesh, loop, choice, given, wanted) for loop in nest.loops}
     needs = tuple(_need(nest, mesh, i, dims, owns, choice) for i, dims in enumerate(nest.operands))
     gives = tuple(_give(nest, mesh, dims, owns, choice) for dims in nest.results)
-    return Placement(needs=needs, gives=gives, loops=owns, choice=choice)
+    return Placed(needs=needs, gives=gives, loops=owns, choice=choice)
 
 
 def _explicit(nest: Nest, mesh: Mesh, axis: str, split: str, where: str) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 from fourfold.errors import InvalidInput, StalePlan, nearest
 from fourfold.graph import Graph, Op
 from fourfold.plans.mesh import Mesh
+from fourfold.plans.policy import DEFAULT, Policy
 from fourfold.plans.schedule import Schedule, check, schedule_named
 
 WILD = frozenset("*?[")
@@ -69,6 +70,7 @@ class Plan:
     microbatches: int = 1
     schedule: str = "1f1b-sno"
     recompute: tuple[Segment, ...] = ()
+    policy: Policy = DEFAULT
     zero: int = 0  # 1: the optimizer's state is divided over the axes that repeat a parameter; 3: the parameter too
     notes: tuple[str, ...] = ()
     signature: Mapping[str, Any] = field(default_factory=dict)  # shapes and dtypes of inputs and targets
@@ -132,6 +134,7 @@ class Plan:
             splits=tuple((op, by) for op, by in splits if by),
             passes=tuple(p for p in self.passes if p.axis in here),
             recompute=self.recompute,
+            policy=self.policy,
             zero=self.zero,
         )
 

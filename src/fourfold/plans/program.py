@@ -125,6 +125,12 @@ class Program:
         return {step.axes for e in exchanges for step in (*e.steps, *e.adjoint.steps) if step.axes}
 
     @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes along which the ranks have shares of the loss."""
+        partial = self.layouts[self.graph.loss].partial if self.graph.loss else frozenset[str]()
+        return self.mesh.ordered(axis for axis in partial if self.mesh.extent(axis) > 1)
+
+    @property
     def split_flops_fraction(self) -> float:
         """FLOPs of ops that run split along every axis of more than one rank, as a fraction of all."""
         wide = {axis for axis in self.mesh.names if self.mesh.extent(axis) > 1}

@@ -46,7 +46,7 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
 
 def _cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     home = _homes(graph, firsts)
-    live = frozenset(graph.reached & _trained(graph))
+    live = graph.live
     makers = {name: min(home[op.name]) for op in graph.ops if op.name in home for name in op.results}
     inside = [{op.name for op in graph.ops if s in home[op.name]} for s in range(len(firsts))]
     wanted = [_wanted(graph, names) for names in inside]
@@ -75,15 +75,6 @@ def _homes(graph: Graph, firsts: Sequence[str]) -> dict[str, set[int]]:
         else:
             home[op.name] = {s for name in op.results for reader in graph.consumers[name] for s in home[reader.name]}
     return home
-
-
-def _trained(graph: Graph) -> set[str]:
-    """Float values that depend on a trainable parameter by other ways than through a detach."""
-    known = {p.name for p in graph.parameters if p.trainable}
-    for op in graph.ops:
-        if known & set(op.operands) and not op.target.startswith("aten.detach"):
-            known.update(name for name in op.results if graph.values[name].is_float)
-    return known
 
 
 def _wanted(graph: Graph, inside: set[str]) -> list[str]:

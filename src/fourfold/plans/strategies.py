@@ -19,7 +19,7 @@ from fourfold.plans.compose import CHUNKS, Options, composed
 from fourfold.plans.hints import domain_dims
 from fourfold.plans.lower import lower
 from fourfold.plans.mesh import Mesh, divisors
-from fourfold.plans.place import Placement
+from fourfold.plans.place import Placed
 from fourfold.plans.plan import Passes, Plan
 
 LIGHT = 0.05
@@ -119,7 +119,7 @@ class _Chooser:
         self.chosen: dict[str, str] = {}
         self.notes: list[str] = []
 
-    def __call__(self, op: Op, nest: Nest, splits: dict[str, str], placement: Placement) -> dict[str, str] | None:
+    def __call__(self, op: Op, nest: Nest, splits: dict[str, str], placement: Placed) -> dict[str, str] | None:
         extent, loop = self.mesh.extent(self.axis), placement.choice[self.axis]
         if extent == 1:
             return None

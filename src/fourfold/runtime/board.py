@@ -27,19 +27,17 @@ from torch import Tensor
 from fourfold.errors import InvalidInput, WorkerFailed
 from fourfold.runtime.scratch import path_of, temporary_file
 
-CAPACITY = 64 * 1024  # bytes per rank and buffer
 _LINE = 64  # bytes: one counter per cache line
 _FOLDER = "/dev/shm"
+_KEPT_FREE = 4 * 2**20  # bytes of shared memory that nobody plans with: boards, and what others take meanwhile
 _SPINS = 100  # polls before sleeping between them: where ranks share cores, the late one needs them
 _NAP = 50e-6  # seconds
 
 
-def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
-    """Zeroed memory that all ranks of a group see, or None if they do not share a host with room for it; all must call.
+def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap:
+    """Zeroed memory that all ranks of a group, on one host, see; all must call. Refused on all where one does not get it.
 
     The file has no name. The first rank keeps it open until the others have mapped it."""
-    if len(set(hosts(group))) != 1:
-        return None
     file = _reserved(size) if dist.get_rank(group) == 0 else None
     place = [path_of(file) if file is not None else None]
     dist.broadcast_object_list(place, group=group, group_src=0)
@@ -48,15 +46,25 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
     dist.all_gather_object(seen, memory is not None, group=group)
     if file is not None:
         file.close()
-    return memory if all(seen) else None
+    if memory is None or not all(seen):
+        raise InvalidInput(f"the ranks of a host cannot share {size} bytes of memory: {_FOLDER} has {free_bytes()} left; give "
+                           "it more room, or set FOURFOLD_SOCKETS=1")  # fmt: skip
+    return memory
 
 
-def hosts(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """The host of every rank of a group, one of its own for each where none can share memory; all must call."""
+def shareable_host() -> str:
+    """What ranks that can share memory have in common; a name of its own for each where none can."""
     usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER) and not os.environ.get("FOURFOLD_SOCKETS")
-    out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, host_of_this_process() if usable else f"none {uuid.uuid4()}", group=group)
-    return tuple(out)
+    return host_of_this_process() if usable else f"none {uuid.uuid4()}"
+
+
+def free_bytes() -> int:
+    """Bytes of memory that ranks of this host can plan to share."""
+    try:
+        found = os.statvfs(_FOLDER)
+    except OSError:
+        return 0
+    return max(found.f_bavail * found.f_frsize - _KEPT_FREE, 0)
 
 
 def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
@@ -102,19 +110,19 @@ def host_of_this_process() -> str:
 class Board:
     """Shared rows of the ranks of one group."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, count: int, timeout: float) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, count: int, timeout: float, capacity: int) -> None:
         self.rank, self.count, self.timeout, self.round = rank, count, timeout, 0
         whole = np.frombuffer(memory, dtype=np.uint8)
         counters = whole[: count * _LINE].view(np.int64)
         self._counters = counters[:: _LINE // 8]
-        self._rows = torch.from_numpy(whole[count * _LINE :]).view(2, count, CAPACITY)
+        self._rows = torch.from_numpy(whole[count * _LINE :]).view(2, count, capacity)
 
     @staticmethod
-    def open(group: dist.ProcessGroup, timeout: float) -> Board | None:
-        """A board for a group, or None if its ranks do not share a host; all ranks must call."""
-        count = dist.get_world_size(group)
-        memory = shared_memory(group, count * _LINE + 2 * count * CAPACITY)
-        return Board(memory, dist.get_rank(group), count, timeout) if memory is not None else None
+    def open(group: dist.ProcessGroup, timeout: float, capacity: int) -> Board:
+        """A board for rows of so many bytes, for a group on one host; all ranks must call."""
+        count, capacity = dist.get_world_size(group), max(-(-capacity // _LINE), 1) * _LINE
+        memory = shared_memory(group, count * _LINE + 2 * count * capacity)
+        return Board(memory, dist.get_rank(group), count, timeout, capacity)
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from fourfold.plans.boundary import Side, incoming, outgoing
 from fourfold.plans.exchange import Transfer
 from fourfold.runtime.exchange import put, take
+from fourfold.runtime.journal import Journal
 
 Wait = Callable[[], Tensor]
 
@@ -33,8 +34,12 @@ class Consumer:
 class Post:
     """This rank's letters: works under way with the buffers they need, and parcels to itself."""
 
+    journal: Journal
     works: list[tuple[Any, Tensor, Consumer | None]] = field(default_factory=list)
     parcels: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def note(self, kind: str, ranks: tuple[int, int], tensor: Tensor, value: str) -> None:
+        self.journal.note(kind, path="collective", ranks=ranks, size=tensor.nbytes, name=value)
 
     def reap(self, known: Consumer) -> None:
         """Let go of what was surely taken in: all up to an action that is known to be done."""
@@ -57,8 +62,10 @@ class Post:
 class Channel:
     """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
 
-    def __init__(self, source: Side, target: Side, *, rank: int, dtype: torch.dtype, device: torch.device, post: Post) -> None:
-        self.rank, self.device, self.post = rank, device, post
+    def __init__(
+        self, source: Side, target: Side, *, value: str, rank: int, dtype: torch.dtype, device: torch.device, post: Post
+    ) -> None:
+        self.value, self.rank, self.device, self.post = value, rank, device, post
         self.dtype, self.wire = dtype, torch.uint8 if dtype == torch.bool else dtype  # gloo carries no booleans
         self.gives = outgoing(source, target, rank) if rank in source.ranks else []
         self.takes = incoming(source, target, rank) if rank in target.ranks else []
@@ -71,12 +78,15 @@ class Channel:
             if give.peer == self.rank:
                 self.post.parcels.setdefault(tag, []).append(piece)
             else:
+                self.post.note("send", (self.rank, give.peer), piece, self.value)
                 self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece, consumer))
 
     def receive(self, tag: int) -> Wait:
         """Post the receive; the answer waits and gives the tensor."""
         away = [t for t in self.takes if t.peer != self.rank]
         buffers = [torch.empty(t.shape, dtype=self.wire, device=self.device) for t in away]
+        for t, buffer in zip(away, buffers, strict=True):
+            self.post.note("receive", (t.peer, self.rank), buffer, self.value)
         works: list[Any] = [dist.irecv(b, t.peer, tag=tag) for b, t in zip(buffers, away, strict=True)]
 
         def wait() -> Tensor:

@@ -1,61 +1,58 @@
-"""What brings gathered weights to a rank and its gradients to the shards' owners: the words both ways of doing so share."""
+"""Divided weights on a rank, and what both ways of carrying them share: through shared memory (`ring`) or by messages
+(`wired`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from fourfold.plans.actions import Bunch
 from fourfold.plans.exchange import Step
+from fourfold.plans.program import Move
 
 
 @dataclass(eq=False)
 class Gathered:
-    """One parameter in the layout an op wants: the exchange there, that of the gradient back, and this rank's shard."""
+    """One weight: the move that gathers it, its shape when gathered, this rank's shard, and all of it while backward uses
+    it."""
 
-    number: int
-    name: str
-    there: Step
-    back: Step
+    move: Move
     shape: tuple[int, ...]
     shard: Tensor
-    full: Tensor | None = None  # while backward uses it
+    full: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self.move.value
+
+    @property
+    def there(self) -> Step:
+        """The exchange that gathers it."""
+        return self.move.exchange.steps[0]
+
+    @property
+    def back(self) -> Step:
+        """The exchange of its gradient."""
+        return self.move.exchange.adjoint.steps[0]
 
 
 class Carrier(Protocol):
-    """Calls come in the same order on all ranks, but for `refill`, which a rank may need that others do not."""
+    """Carries out a list's actions on divided weights; all ranks call in the order of their lists."""
 
     @property
     def kept(self) -> list[Tensor]:
         """Memory that stays between steps, beside the shards."""
 
-    def begin(self) -> None:
-        """A step begins: the updates of all ranks are done when this returns."""
+    def fetch(self, gathered: Gathered, source: Bunch | None) -> Tensor:
+        """A weight, gathered: out of a message that has arrived, or from shared memory."""
 
-    def finish(self) -> None:
-        """All backwards are over: gradients are complete and nobody reads weights any more when this returns."""
+    def give(self, gathered: Gathered, grad: Tensor, target: Bunch | None) -> None:
+        """The gradient of a gathered weight: what is each rank's part goes to its shard."""
 
-    def forward(self, size: int) -> None:
-        """A forward begins."""
-
-    def forward_done(self, size: int) -> None:
-        """It has ended."""
-
-    def ran(self, user: str, out: Any) -> None:
-        """An op has run and given this."""
-
-    def saved(self, gathered: Gathered, user: str) -> None:
-        """An op's backward will want a weight."""
-
-    def fetch(self, gathered: Gathered) -> Tensor:
-        """A weight, gathered, for forward."""
-
-    def refill(self, gathered: Gathered, user: str) -> Tensor:
-        """A weight, gathered, for the backward of an op."""
-
-    def give(self, gathered: Gathered, grad: Tensor) -> None:
-        """The gradient of a gathered weight: what is each rank's goes to its shard."""
+    def limit(self, most: int) -> None:
+        """Wait until at most so many messages with gradients are under way."""
 
 
 def add_gradient(shard: Tensor, grad: Tensor) -> None:

@@ -12,18 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans.boundary import Side
-from fourfold.plans.pipeline import Pipeline, Task
+from fourfold.plans.pipeline import Pipeline, Task, Tie
 from fourfold.plans.stages import Crossing
 from fourfold.runtime.boundary import Channel, Consumer, Post, Wait
 from fourfold.runtime.execute import Executor
+from fourfold.runtime.journal import Journal
 
 
 class Courier:
     """The sends and receives of one rank."""
 
-    def __init__(self, pipeline: Pipeline, executors: Mapping[int, Executor], *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, pipeline: Pipeline, executors: Mapping[int, Executor], *, rank: int, device: torch.device, journal: Journal
+    ) -> None:
         self.pipeline, self.plan, self.executors = pipeline, pipeline.plan, executors
-        self.rank, self.device, self.post = rank, device, Post()
+        self.rank, self.device, self.post = rank, device, Post(journal)
         self.number = {crossing: k for k, crossing in enumerate(pipeline.crossings)}
         self.channels: dict[tuple[Crossing, str, int], Channel] = {}
         self.waits: dict[tuple[int, str, int], list[tuple[Crossing, Wait]]] = {}
@@ -32,10 +35,9 @@ class Courier:
             (a.stage, a.kind, a.microbatch): Consumer(place, k) for place, row in rows for k, a in enumerate(row)
         }
         self._tie_tag = 2 * len(pipeline.crossings) * self.plan.microbatches  # smaller numbers are the crossings'
-        self._loss_tag = self._tie_tag + 2 * len(pipeline.cut.tied) * len(pipeline.parts)
-        trained = {p.name for p in pipeline.graph.parameters if p.trainable}
+        self._loss_tag = self._tie_tag + len(pipeline.ties)
         self.loss: tuple[Any, Tensor] = (None, torch.empty(()))
-        self.ties = {name: self._tie(name) for name in pipeline.cut.tied if name in trained}
+        self.ties = [self._tie(tie) for tie in pipeline.ties]
 
     def dtype(self, value: str) -> torch.dtype:
         return next(iter(self.executors.values())).local.dtype(self.pipeline.loss.graph.values[value].dtype)
@@ -73,55 +75,37 @@ class Courier:
         """The channel of a crossing tensor, or of its gradient on the way back."""
         key = (crossing, way, size)
         if key not in self.channels:
-            here, there = (self._side(stage, crossing.value, size) for stage in (crossing.source, crossing.target))
+            here, there = (self.pipeline.side(stage, crossing.value, size) for stage in (crossing.source, crossing.target))
             source, target = (here, there) if way == "F" else (there, here)
             self.channels[key] = self._made(source, target, crossing.value)
         return self.channels[key]
 
     def _made(self, source: Side, target: Side, value: str) -> Channel:
-        return Channel(source, target, rank=self.rank, dtype=self.dtype(value), device=self.device, post=self.post)
-
-    def _side(self, stage: int, value: str, size: int) -> Side:
-        part = self.pipeline.parts[stage]
-        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
+        return Channel(
+            source, target, value=value, rank=self.rank, dtype=self.dtype(value), device=self.device, post=self.post
+        )
 
     def _tag(self, crossing: Crossing, way: str, microbatch: int) -> int:
         return (2 * self.number[crossing] + (way == "B")) * self.plan.microbatches + microbatch
 
     # --- tied parameters ---
 
-    def _tie(self, name: str) -> list[tuple[int, Channel, Channel]]:
-        """For each stage but the owner, the ways of a tied parameter's gradient to the owner and back."""
-        owner, *others = self.pipeline.cut.tied[name]
-        home = self._stored(owner, name)
-        away = {stage: self._stored(stage, name) for stage in others}
-        return [(s, self._made(side, home, name), self._made(home, side, name)) for s, side in away.items()]
-
-    def _stored(self, stage: int, name: str) -> Side:
-        part = self.pipeline.parts[stage]
-        return Side(part.program.stored[name], part.stage.mesh, part.stage.ranks)
+    def _tie(self, tie: Tie) -> Channel:
+        giver, taker = (self.pipeline.stored_side(stage, tie.name) for stage in (tie.giver, tie.taker))
+        return self._made(giver, taker, tie.name)
 
     @torch.no_grad()
     def add_ties(self) -> None:
         """Add up the gradients of the copies of each tied parameter at its owner and hand the sum to all, so that they are
         updated alike."""
-        tag = self._tie_tag
-        for name, ways in self.ties.items():
-            owner = self.pipeline.cut.tied[name][0]
-            for stage, there, _ in ways:
-                self._pass_on(name, there, giver=stage, taker=owner, tag=tag, add=True)
-                tag += 1
-            for stage, _, back in ways:
-                self._pass_on(name, back, giver=owner, taker=stage, tag=tag, add=False)
-                tag += 1
-
-    def _pass_on(self, name: str, channel: Channel, *, giver: int, taker: int, tag: int, add: bool) -> None:
-        wait = channel.receive(tag) if taker in self.executors else None
-        if giver in self.executors:
-            channel.send(gradient_of(self.executors[giver].state[name]), tag)
-        if wait is not None:
-            mine = self.executors[taker].state[name]
-            mine.grad = gradient_of(mine) + wait() if add else wait()
+        for number, (tie, channel) in enumerate(zip(self.pipeline.ties, self.ties, strict=True)):
+            tag = self._tie_tag + number
+            wait = channel.receive(tag) if tie.taker in self.executors else None
+            if tie.giver in self.executors:
+                channel.send(gradient_of(self.executors[tie.giver].state[tie.name]), tag)
+            if wait is not None:
+                mine = self.executors[tie.taker].state[tie.name]
+                mine.grad = gradient_of(mine) + wait() if tie.add else wait()
 
     # --- the loss ---
 
@@ -129,15 +113,16 @@ class Courier:
         """Be ready for the loss from before the first action on: so the stage that has it, which is done with its backwards
         before the others are, need not wait for them."""
         part = self.pipeline.last
-        if self.rank not in part.stage.ranks:
-            loss = torch.empty((), dtype=self.dtype(part.graph.loss), device=self.device)
-            self.loss = (dist.irecv(loss, part.stage.ranks[0], tag=self._loss_tag), loss)
+        loss, first = torch.empty((), dtype=self.dtype(part.graph.loss), device=self.device), part.stage.ranks[0]
+        self.post.note("receive", (first, self.rank), loss, "loss")
+        self.loss = (dist.irecv(loss, first, tag=self._loss_tag), loss)
 
     def tell(self, loss: Tensor) -> None:
         """From the stage that has the loss to the others."""
-        ranks = self.pipeline.last.stage.ranks
-        others = sorted(set(range(self.plan.size)) - set(ranks)) if self.rank == ranks[0] else []
-        works: list[Any] = [dist.isend(loss, other, tag=self._loss_tag) for other in others]
+        works: list[Any] = []
+        for other in self.pipeline.without_loss if self.rank == self.pipeline.last.stage.ranks[0] else ():
+            self.post.note("send", (self.rank, other), loss, "loss")
+            works.append(dist.isend(loss, other, tag=self._loss_tag))
         for work in works:
             work.wait()
 

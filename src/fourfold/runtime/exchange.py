@@ -79,9 +79,10 @@ def _index(pieces: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(low, high, device=device) for low, high in pieces])
 
 
-def launcher(exchange: Exchange, world: World) -> Launcher:
-    """A function that starts this rank's part of an exchange; its last collective runs while others compute."""
-    *first, last = [_bound(step, world) for step in exchange.steps] or [_finished(lambda tensor: tensor)]
+def launcher(exchange: Exchange, world: World, name: str = "") -> Launcher:
+    """A function that starts this rank's part of an exchange; where it `overlaps`, its last collective runs while others
+    compute. `name`: of the value, for the journal."""
+    *first, last = [_bound(step, world, name) for step in exchange.steps] or [_finished(lambda tensor: tensor)]
 
     def launch(tensor: Tensor) -> Finish:
         tensor = tensor.resolve_conj().resolve_neg()  # transports read memory, where a lazy conjugate is not
@@ -92,22 +93,22 @@ def launcher(exchange: Exchange, world: World) -> Launcher:
     return launch
 
 
-def mover(exchange: Exchange, world: World) -> Mover:
+def mover(exchange: Exchange, world: World, name: str = "") -> Mover:
     """A function that carries this rank's part of an exchange out."""
-    launch = launcher(exchange, world)
+    launch = launcher(exchange, world, name)
     return lambda tensor: launch(tensor)()
 
 
-def _bound(step: Step, world: World) -> Launcher:
+def _bound(step: Step, world: World, name: str) -> Launcher:
     if step.pattern == "local":
         return _finished(_local(step, world))
     if step.pattern == "all_reduce":
-        return _finished(_all_reduce(step, world))
+        return _finished(_all_reduce(step, world, name))
     if step.pattern == "all_gather":
-        return _all_gather(step, world)
+        return _all_gather(step, world, name)
     if step.pattern == "reduce_scatter":
-        return _finished(_reduce_scatter(step, world))
-    return _all_to_all(step, world)
+        return _finished(_reduce_scatter(step, world, name))
+    return _all_to_all(step, world, name)
 
 
 def _finished(move: Mover) -> Launcher:
@@ -136,22 +137,23 @@ def _local(step: Step, world: World) -> Mover:
     return move
 
 
-def _all_reduce(step: Step, world: World) -> Mover:
+def _all_reduce(step: Step, world: World, name: str) -> Mover:
     world.group(step.axes)  # made now, by all ranks
-    return lambda tensor: world.summed(tensor, step.axes)
+    return lambda tensor: world.summed(tensor, step.axes, name)
 
 
-def _all_gather(step: Step, world: World) -> Launcher:
+def _all_gather(step: Step, world: World, name: str) -> Launcher:
     group, count = world.group(step.axes), world.extent(step.axes)
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
         return _finished(lambda tensor: tensor.new_zeros(shape))
-    first = wire.alone(world, step.axes, step.received(world.rank))
+    path = world.paths.one_to_all("all_gather", step.axes, world.rank, step.received(world.rank))
 
     def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor.contiguous())
         parts = tensor.new_empty((count, *tensor.shape))
-        work = wire.all_gather(parts, tensor.view(-1), group, first=first)
+        world.note("all_gather", path, step.axes, tensor.nbytes, name)
+        work = wire.all_gather(parts, tensor.view(-1), group, direct=path == "direct")
 
         def finish() -> Tensor:
             work.wait()
@@ -163,17 +165,18 @@ def _all_gather(step: Step, world: World) -> Launcher:
     return launch
 
 
-def _reduce_scatter(step: Step, world: World) -> Mover:
+def _reduce_scatter(step: Step, world: World, name: str) -> Mover:
     group, count = world.group(step.axes), world.extent(step.axes)
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
         return lambda tensor: tensor.new_zeros(shape)
-    first = wire.alone(world, step.axes, step.received(world.rank))
+    path = world.paths.one_to_all("reduce_scatter", step.axes, world.rank, step.received(world.rank))
 
     def move(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(shape)
         parts = tensor.unflatten(step.dim, (count, -1)).movedim(step.dim, 0)  # one copy, or none
-        wire.reduce_scatter(out, parts, group, first=first)
+        world.note("reduce_scatter", path, step.axes, out.nbytes, name)
+        wire.reduce_scatter(out, parts, group, direct=path == "direct")
         return out
 
     return move
@@ -190,7 +193,7 @@ def by_peer(items: list[Transfer], members: tuple[int, ...]) -> list[Transfer | 
     return [found.get(peer) for peer in members]
 
 
-def _all_to_all(step: Step, world: World) -> Launcher:
+def _all_to_all(step: Step, world: World, name: str) -> Launcher:
     members = world.members(step.axes)
     incoming = by_peer(transfers(step, world.rank, incoming=True), members)
     outgoing = by_peer(transfers(step, world.rank, incoming=False), members)
@@ -198,11 +201,9 @@ def _all_to_all(step: Step, world: World) -> Launcher:
     sends = [t.numel if t is not None and k != me else 0 for k, t in enumerate(outgoing)]
     receives = [t.numel if t is not None and k != me else 0 for k, t in enumerate(incoming)]
     shape = step.target.local_shape(world.coords)
-    silent = all(
-        t.peer == peer for peer in members for t in transfers(step, peer, incoming=True)
-    )  # nothing travels in this group, and all its members know it
+    silent = step.is_silent(world.rank)
     group = world.group(step.axes)  # made by all ranks together, also where only other groups will use theirs
-    first = wire.apart(world, step.axes, max(step.received(peer) for peer in members))
+    path = world.paths.several([step], step.axes, world.rank)
     add = not tiles([t for t in incoming if t is not None], shape)
 
     def launch(tensor: Tensor) -> Finish:
@@ -212,7 +213,8 @@ def _all_to_all(step: Step, world: World) -> Launcher:
         received = tensor.new_empty(sum(receives))
         work = None
         if not silent:
-            work = wire.all_to_all(received, packed, receives, sends, group, first=first)
+            world.note("all_to_all", path, step.axes, packed.nbytes, name)
+            work = wire.all_to_all(received, packed, receives, sends, group, direct=path == "direct")
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = incoming[me], outgoing[me]
         if mine is not None and own is not None:
@@ -254,15 +256,15 @@ class _Move(torch.autograd.Function):
         return ctx.move(grads[0]), None, None
 
 
-def moved(exchange: Exchange, world: World) -> Mover:
+def moved(exchange: Exchange, world: World, name: str = "") -> Mover:
     """The differentiable exchange."""
-    launch = started(exchange, world)
+    launch = started(exchange, world, name)
     return lambda tensor: launch(tensor)()
 
 
-def started(exchange: Exchange, world: World) -> Launcher:
+def started(exchange: Exchange, world: World, name: str = "") -> Launcher:
     """The differentiable exchange in two halves: start now, take the result when it is needed."""
-    forward, backward = launcher(exchange, world), mover(exchange.adjoint, world)
+    forward, backward = launcher(exchange, world, name), mover(exchange.adjoint, world, name)
 
     def launch(tensor: Tensor) -> Finish:
         finish = forward(tensor.detach())

@@ -1,13 +1,15 @@
-"""A program bound to one rank: every step a function of local tensors, run in the program's order.
+"""A stage's lists bound to one rank: every action a function of local tensors, run in the list's order.
 
 Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same
-on every rank. A stage has one program per size of micro-batch, all on the same stored tensors. Buffers that forward
-writes are kept aside until the step is over, so that every micro-batch's backward finds what its forward read.
+on every rank: what the list says beside it runs in hooks. A stage has one list per size of micro-batch, all on the same stored
+tensors. Buffers that forward writes are kept aside until the step is over, so that every micro-batch's backward finds what its
+forward read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,43 +18,54 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput
 from fourfold.graph.spec import Constant
+from fourfold.plans.actions import (
+    Action,
+    Await,
+    Complete,
+    Fetch,
+    Free,
+    Launch,
+    Opening,
+    RunPasses,
+    RunSegment,
+    Sum,
+)
 from fourfold.plans.exchange import Exchange
 from fourfold.plans.layout import Layout
-from fourfold.plans.lifetimes import frees, order_of_use, overwriting, reads, writes
-from fourfold.plans.program import Compute, Move, Program, Repeat, Step
-from fourfold.runtime.exchange import is_inexact, moved, mover, started
+from fourfold.plans.lifetimes import order_of_use
+from fourfold.plans.lists import StageList
+from fourfold.plans.program import Compute, Move
+from fourfold.runtime.exchange import Finish, is_inexact, moved, mover, started
 from fourfold.runtime.gradients import Gradients
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.recompute import recomputed
-from fourfold.runtime.shared_sum import SharedSums
+from fourfold.runtime.shared_sum import SharedSum
 from fourfold.runtime.world import World
 from fourfold.runtime.zero import Weights
 
 Env = dict[str, Any]
-BoundStep = tuple[Callable[[Env], None], tuple[str, ...]]
-Bound = list[BoundStep]
-"""Steps as functions, each with the slots nobody reads after it."""
+Bound = Callable[[Env], None]
 FullTensor = Callable[[str, Layout], Tensor]
 """Gives this rank's part of the stored tensor with a state_dict key."""
 
 
 class Executor:
-    """One rank's state and the bound steps, of one program or of several by their batch sizes."""
+    """One rank's state and the bound lists of a stage, by size of micro-batch."""
 
     def __init__(
         self,
-        program: Program | Mapping[int, Program],
+        lists: Mapping[int, StageList],
         world: World,
         load: FullTensor,
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
         randomness: Randomness | None = None,
-        trains: bool = True,
     ) -> None:
-        """`trains`: False where the tensors are another executor's, which this one only reads."""
-        self.programs = {0: program} if isinstance(program, Program) else dict(program)
-        self.program, self.world = next(iter(self.programs.values())), world
-        program = self.program
+        """`dtypes`: what captured dtypes become."""
+        self.lists, self.world = dict(lists), world
+        self.programs = {size: found.program for size, found in self.lists.items()}
+        first = next(iter(self.lists.values()))
+        self.program = program = first.program
         self.local = Local(world, randomness or Randomness(), dict(dtypes or {}))
         graph = program.graph
         self.state: dict[str, Tensor] = {}
@@ -65,24 +78,20 @@ class Executor:
             self.state[parameter.name] = tensor.requires_grad_() if parameter.trainable else tensor
         self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
         self.keys = {p.name: p.key for p in graph.parameters}
-        trainable = {n: t for n, t in self.state.items() if t.requires_grad}
-        reductions = program.reductions if trains else {}
-        for axes in sorted(set(reductions.values())):  # by all ranks, whichever way their gradients go
+        for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever way their gradients go
             world.group(axes)
             world.group(axes, "gradients")
-        self.shared = SharedSums(trainable, reductions, world)
-        rest = {name: axes for name, axes in reductions.items() if name not in self.shared.names}
-        self.gradients = Gradients(trainable, rest, world)
-        self.weights = Weights(self.programs if trains else {}, self.state, world)
-        self._steps = {
-            size: self._segmented(known, list(zip(map(self._bound, _reusing(known)), frees(known), strict=True)))
-            for size, known in self.programs.items()
-        }
+        self.begins, self.finishes = first.begin, first.finish(world.coords)
+        self.sums = {action: self._summed(action) for action in first.messages.sums}
+        self.gradients = Gradients(self.state, first.messages.buckets(world.coords), world)
+        self.weights = Weights(self.lists, self.state, world)
+        self._forward = {size: self._all_bound(size, found.forward) for size, found in self.lists.items()}
         self.written: dict[str, Tensor] = {}
-        partial = program.layouts[graph.loss].partial if graph.loss else frozenset()
-        self._loss_axes = world.mesh.ordered(a for a in partial if world.mesh.extent(a) > 1)
-        if self._loss_axes:
-            world.group(self._loss_axes)  # made now, by all ranks
+        if program.loss_axes:
+            world.group(program.loss_axes)  # made now, by all ranks
+
+    def _summed(self, action: Sum) -> SharedSum:
+        return SharedSum.open([self.state[name] for name in action.names], action.axes, self.world)
 
     @property
     def randomness(self) -> Randomness:
@@ -95,95 +104,142 @@ class Executor:
         whole = flat.reshape(spec.shape).to(self.world.device, self.local.dtype(spec.dtype))
         return self.local.cut(whole, self.program.stored[constant.name])
 
-    def _bound(self, step: Step) -> Callable[[Env], None]:
-        if isinstance(step, Compute):
-            return _compute(step, self.weights.watched(step, build(step, self.local)))
-        if isinstance(step, Move):
-            return self.weights.bound(step) or _move(step, moved(step.exchange, self.world))
-        return self._repeat(step)
+    # --- the actions of forward as functions ---
 
-    def _segmented(self, program: Program, steps: Bound) -> Bound:
-        """The steps, those of each recomputed segment as one."""
-        out, at = [], 0
-        for low, high in program.segments:
-            out += [*steps[at:low], self._segment(program, steps, low, high)]
-            at = high
-        return [*out, *steps[at:]]
+    def _all_bound(self, size: int, actions: Iterable[Action]) -> list[Bound]:
+        return [self._bound(size, action) for action in actions]
 
-    def _segment(self, program: Program, steps: Bound, low: int, high: int) -> BoundStep:
-        inside, randomness = steps[low:high], self.randomness
-        made = {slot for step in program.steps[low:high] for slot in writes(step)}
-        needed = {slot for step in program.steps[low:high] for slot in reads(step)} - made
-        later = {slot for step in program.steps[high:] for slot in reads(step)} | set(program.slots.values())
-        results = sorted(made & later)
-        spent = tuple(slot for _, dead in inside for slot in dead if slot in needed)
-        buffers = needed & {p.name for p in program.graph.parameters if p.buffer}
+    def _bound(self, size: int, action: Action) -> Bound:
+        if isinstance(action, Compute):
+            step = action
+            if id(action) in self.lists[size].in_place:  # the model wrote it in place, and nobody else reads its input
+                step = replace(action, op=replace(action.op, target=action.op.inplace))
+            return _compute(action, self.weights.watched(size, action, build(step, self.local)))
+        if isinstance(action, Move):
+            return _move(action, moved(action.exchange, self.world, action.value))
+        if isinstance(action, Fetch):
+            return self._fetch(action)
+        if isinstance(action, Free):
+            return _free(action.slots)
+        if isinstance(action, RunPasses):
+            return self._passes(size, action)
+        if isinstance(action, RunSegment):
+            return self._segment(size, action)
+        weights = self.weights
+        return lambda env: weights.act((action,))
+
+    def _fetch(self, action: Fetch) -> Bound:
+        source, target, weights = action.move.source, action.move.target, self.weights
+
+        def fetch(env: Env) -> None:
+            env[target] = weights.fetched(action, env[source])
+
+        return fetch
+
+    def _segment(self, size: int, action: RunSegment) -> Bound:
+        """Steps that run again when backward comes to them."""
+        first, second = self._all_bound(size, action.actions), self._all_bound(size, action.again)
+        randomness = self.randomness
 
         def run(env: Env) -> None:
-            given, moment = {slot: env[slot] for slot in needed}, (randomness.step, randomness.microbatch)
+            given, moment = {slot: env[slot] for slot in action.given}, (randomness.step, randomness.microbatch)
 
             def body(again: bool) -> list[Any]:
                 now, inner = (randomness.step, randomness.microbatch), dict(given)
                 if again:  # running statistics were updated by the first run
-                    inner.update({slot: inner[slot].clone() for slot in buffers})
+                    inner.update({slot: inner[slot].clone() for slot in action.buffers})
                 randomness.step, randomness.microbatch = moment
-                for bound, dead in inside:
+                for bound in second if again else first:
                     bound(inner)
-                    for slot in dead:
-                        del inner[slot]
                 randomness.step, randomness.microbatch = now
-                return [inner[slot] for slot in results]
+                return [inner[slot] for slot in action.results]
 
-            env.update(zip(results, recomputed(body), strict=True))
+            env.update(zip(action.results, recomputed(body), strict=True))
+            for slot in action.spent:
+                del env[slot]
 
-        return run, spent
+        return run
 
-    def _repeat(self, step: Repeat) -> Callable[[Env], None]:
-        """Passes; the exchange that opens pass j+1 travels while pass j computes."""
-        (entry, dim), count = step.entries[0], len(step.bodies)
-        opening = [next((s for s in b if isinstance(s, Move) and s.source == entry), None) for b in step.bodies]
-        launches = [started(m.exchange, self.world) if m is not None else None for m in opening]
-        bodies = [
-            [self._bound(s) for s in body if s is not first] for body, first in zip(step.bodies, opening, strict=True)
-        ]
+    def _passes(self, size: int, action: RunPasses) -> Bound:
+        """Passes, each on the next slice of every member's examples."""
+        (entry, dim), count = action.step.entries[0], len(action.bodies)
+        flying: dict[Opening, Finish] = {}
+        pieces: list[Tensor] = []
+        bodies = [[self._in_pass(size, inner, pieces, flying) for inner in body] for body in action.bodies]
 
         def run(env: Env) -> None:
-            pieces = torch.tensor_split(env[entry], count, dim)
-            outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in step.exits}
-            flying = launches[0](pieces[0]) if launches[0] is not None else None
-            for k, (piece, body) in enumerate(zip(pieces, bodies, strict=True)):
-                inner, first, arrived = {**env, entry: piece}, opening[k], flying
-                ahead = launches[k + 1] if k + 1 < count else None
-                flying = ahead(pieces[k + 1]) if ahead is not None else None
-                if first is not None and arrived is not None:
-                    inner[first.target] = arrived()
+            pieces[:] = torch.tensor_split(env[entry], count, dim)
+            outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in action.step.exits}
+            for piece, body in zip(list(pieces), bodies, strict=True):
+                inner = {**env, entry: piece}
                 for bound in body:
                     bound(inner)
-                for inside, outside, _ in step.exits:
+                for inside, outside, _ in action.step.exits:
                     outs[outside].append(inner[inside])
-            for _, outside, at in step.exits:
+            pieces.clear()
+            for _, outside, at in action.step.exits:
                 env[outside] = torch.cat(outs[outside], at)
 
         return run
 
+    def _in_pass(self, size: int, action: Action, pieces: Sequence[Tensor], flying: dict[Opening, Finish]) -> Bound:
+        """An action of a pass; `pieces`: what the passes work on, `flying`: their opening exchanges that were started."""
+        if not (isinstance(action, (Launch, Await)) and isinstance(action.message, Opening)):
+            return self._bound(size, action)
+        opening, journal = action.message, self.world.journal
+        if isinstance(action, Launch):
+            launch = started(opening.move.exchange, self.world, opening.move.value)
+
+            def start(env: Env) -> None:
+                flying[opening] = launch(pieces[opening.number])
+
+            return start
+
+        def wait(env: Env) -> None:
+            env[opening.move.target] = flying.pop(opening)()
+            journal.note("await", name=opening.key)
+
+        return wait
+
+    # --- a step ---
+
     def forward(self, feeds: Mapping[str, Tensor], size: int = 0) -> Env:
         """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
         env: Env = {**self.state, **self.written, **self.constants, **feeds}
-        with self.weights.saving(size):
-            for run, dead in self._steps[size]:
+        with self.weights.forward(size):
+            for run in self._forward[size]:
                 run(env)
-                for slot in dead:
-                    del env[slot]
         program = self.programs[size]
         out = {name: env[slot] for name, slot in program.slots.items()}
         self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
         return out
 
+    def backward(
+        self, starts: Sequence[Any], gradients: Sequence[Tensor | None], size: int = 0, *, last: bool = True
+    ) -> None:
+        """Backward from these tensors or edges of one forward's graph; `last`: it completes the gradients."""
+        self.gradients.last = last
+        if starts:
+            self.weights.backward(size)
+            torch.autograd.backward(starts, gradients)
+            self.weights.backward_done()
+
     def begin(self) -> None:
         """Forget the gradients of the step before."""
         for tensor in self.state.values():
             tensor.grad = None
-        self.weights.begin()
+        self._act(self.begins)
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        """What a list says outside forward and backward."""
+        for action in actions:
+            if isinstance(action, Complete):
+                self.gradients.finish()
+            elif isinstance(action, Sum):
+                self.world.note("sum", "shared", action.axes, self.sums[action].own.nbytes)
+                self.sums[action].sum()
+            else:
+                self.weights.act((action,))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -192,21 +248,26 @@ class Executor:
             self.state[buffer].copy_(value)
         self.written.clear()
 
+    @property
+    def updated_bytes(self) -> int:
+        """Of the parameters that this rank's optimizer updates."""
+        item = {name: tensor.element_size() for name, tensor in self.state.items()}
+        updates = self.program.updates.items()
+        return sum(item[name] * math.prod(self.local.shape(layout)) for name, layout in updates)
+
     def kept(self) -> list[Tensor]:
         """The tensors that stay here between steps; gradients lie under their parameters."""
-        beside = [*self.shared.own, *self.gradients.kept, *self.weights.kept]
+        beside = [*(found.own for found in self.sums.values()), *self.gradients.kept, *self.weights.kept]
         return [*self.state.values(), *self.constants.values(), *beside]
 
     def finish(self) -> None:
         """Complete the gradients and the buffers of a step."""
-        self.weights.finish()
-        self.gradients.finish()
-        self.shared.finish()
+        self._act(self.finishes)
         self.settle()
 
     def total(self, loss: Tensor) -> Tensor:
         """The global loss from this rank's share."""
-        return self.world.summed(loss, self._loss_axes) if self._loss_axes else loss
+        return self.world.summed(loss, self.program.loss_axes)
 
     def cut(self, name: str, tensor: Tensor, size: int | None = None) -> Tensor:
         """This rank's part of a whole input, target or parameter; a tensor of the local shape is taken as the part itself."""
@@ -229,7 +290,15 @@ class Executor:
         return mover(exchange, self.world)(tensor.detach())
 
 
-def _compute(step: Compute, run: Callable[..., Any]) -> Callable[[Env], None]:
+def _free(slots: tuple[str, ...]) -> Bound:
+    def free(env: Env) -> None:
+        for slot in slots:
+            del env[slot]
+
+    return free
+
+
+def _compute(step: Compute, run: Callable[..., Any]) -> Bound:
     inputs, outputs = step.inputs, step.outputs
     if len(outputs) == 1 and outputs[0] == step.op.name:
         name = outputs[0]
@@ -245,19 +314,10 @@ def _compute(step: Compute, run: Callable[..., Any]) -> Callable[[Env], None]:
     return many
 
 
-def _move(step: Move, run: Callable[[Tensor], Tensor]) -> Callable[[Env], None]:
+def _move(step: Move, run: Callable[[Tensor], Tensor]) -> Bound:
     source, target = step.source, step.target
 
     def move(env: Env) -> None:
         env[target] = run(env[source])
 
     return move
-
-
-def _reusing(program: Program) -> list[Step]:
-    """The steps, with ops the model wrote in place done in place again where nobody else reads their input."""
-    again = overwriting(program)
-    return [
-        replace(step, op=replace(step.op, target=step.op.inplace)) if k in again and isinstance(step, Compute) else step
-        for k, step in enumerate(program.steps)
-    ]

@@ -25,12 +25,9 @@ class Feeder:
     def __init__(self, pipeline: Pipeline, executors: Mapping[int, Executor], counters: Mapping[int, Executor]) -> None:
         self.pipeline, self.plan, self.executors, self.counters = pipeline, pipeline.plan, executors, counters
 
-    def fed(self, tensors: Mapping[str, Tensor]) -> Feeds:
-        return {index: self._fed(index, tensors) for index in self.executors}
-
     def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole inputs and targets, of all micro-batches; of what its stages do not read, no rows."""
-        feeds, out = self.fed(tensors), {}
+        feeds, out = {index: self.fed(index, tensors) for index in self.executors}, {}
         for name, tensor in tensors.items():
             dim = self.pipeline.graph.batch_dim(name)
             rows = next(([feed[name] for feed in feeds[i]] for i in feeds if name in feeds[i][0]), None)
@@ -38,7 +35,8 @@ class Feeder:
             out[name] = rows[0] if len(rows) == 1 or dim is None else torch.cat(rows, dim)
         return out
 
-    def _fed(self, index: int, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    def fed(self, index: int, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each micro-batch of a stage reads."""
         executor = self.executors[index]
         readers = [r for r in (executor, self.counters.get(index)) if r is not None]
         homes = {n: next((r for r in readers if n in r.program.stored), None) for n in tensors}

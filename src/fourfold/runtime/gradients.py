@@ -1,40 +1,38 @@
-"""Gradient sums over replicated axes: buckets per reduction group, launched while backward still runs.
+"""Sums of gradients over replicated axes by collectives, started while backward still runs.
 
-Buckets are launched in one order on all ranks, whatever order their gradients come in. A parameter larger than a bucket
-is reduced where it lies, without a copy.
+The list says which gradients share a bucket, and the order of the buckets: each leaves when its last gradient has come and
+those before it have left, on all ranks alike. A gradient that is alone in its bucket is summed where it lies, without a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans.buckets import Bucket, Gradient, buckets
+from fourfold.plans.buckets import Bucket
 from fourfold.runtime.world import World
 
 
 class _Bucket:
     def __init__(self, bucket: Bucket) -> None:
-        self.names, self.axes = bucket.names, bucket.axes
+        self.key, self.names, self.axes = bucket.key, bucket.names, bucket.axes
         self.waiting = len(self.names)
         self.flat: Tensor | None = None
 
 
 class Gradients:
-    """Sums the gradients of parameters over their axes. `reductions` maps names to axes."""
+    """Sums the gradients of parameters, bucket by bucket."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]], world: World) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], buckets: Sequence[Bucket], world: World) -> None:
         self.parameters, self.world = parameters, world
-        order = {name: parameters[name] for name in parameters if name in reductions}
-        gradients = [Gradient(n, t.numel() * t.element_size(), reductions[n], str(t.dtype)) for n, t in order.items()]
-        self.buckets = [_Bucket(bucket) for bucket in buckets(gradients)]
+        self.buckets = [_Bucket(bucket) for bucket in buckets]
         self.home = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
-        self.works: list[Any] = []
+        self.works: list[tuple[str, Any]] = []
         self.launched = 0
         self.last = True  # whether the backward now running is the last to add to the gradients
         for name in self.home:
@@ -75,7 +73,8 @@ class Gradients:
             for tensor, view in zip(tensors, views, strict=True):
                 tensor.grad = view
         if flat.numel():
-            self.works.append(dist.all_reduce(flat, group=self.groups[bucket.axes], async_op=True))
+            self.world.note("all_reduce", "collective", bucket.axes, flat.nbytes, bucket.key)
+            self.works.append((bucket.key, dist.all_reduce(flat, group=self.groups[bucket.axes], async_op=True)))
 
     @property
     def kept(self) -> list[Tensor]:
@@ -86,8 +85,9 @@ class Gradients:
         """Launch what is left (a parameter no sample reached has gradient zero) and wait for all."""
         for bucket in self.buckets[self.launched :]:
             self._launch(bucket)
-        for work in self.works:
+        for key, work in self.works:
             work.wait()
+            self.world.journal.note("await", name=key)
         self.works.clear()
         self.launched = 0
         for bucket in self.buckets:

@@ -17,6 +17,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import Loss, WithLoss, capture
 from fourfold.models.material import made_up
 from fourfold.models.spec import Case
+from fourfold.optimizers import ELEMENTWISE
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import lowered, pipeline
@@ -38,11 +39,6 @@ OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 
 IN_EVAL_MODE = "{} is in eval mode and is trained so, without dropout; if that is not meant, call model.train() first"
 """What users are told who may have forgotten it: a Hugging Face model, for one, comes in eval mode."""
-
-ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
-)  # fmt: skip
-"""Optimizers whose update of an element depends on that element alone: exact on any shard."""
 
 
 def parallelize(
@@ -195,24 +191,7 @@ class Parallel:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm over the whole model is at most `max_norm`; returns the norm before."""
-        total = torch.zeros((), dtype=torch.float64, device=self._runner.device)
-        grads = []
-        for index, name, tensor, layout in self._runner.trained():
-            if tensor.grad is None:
-                continue
-            grads.append(tensor.grad)
-            world = self._runner.executors[index].world
-            first = all(world.coords[a] == 0 for a in world.mesh.names if a not in layout.sharded)  # count replicas once
-            if first and self.pipeline.cut.tied.get(name, (index,))[0] == index:
-                parts = torch.view_as_real(tensor.grad.resolve_conj()) if tensor.grad.is_complex() else tensor.grad
-                total += parts.double().square().sum()
-        if self.plan.size > 1:
-            dist.all_reduce(total)
-        norm = total.sqrt()
-        scale = max_norm / (norm + 1e-6)
-        if grads and scale < 1:
-            torch._foreach_mul_(grads, float(scale))
-        return norm
+        return self._runner.clip(max_norm)
 
     @torch.no_grad()
     def evaluate(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:

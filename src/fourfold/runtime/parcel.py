@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.plans.exchange import Step, transfers
+from fourfold.plans.actions import Bunch
+from fourfold.plans.exchange import transfers
 from fourfold.runtime import wire
 from fourfold.runtime.exchange import by_peer, put, take, tiles
 from fourfold.runtime.world import World
@@ -20,12 +21,13 @@ Arrived = Callable[[], list[Tensor]]
 
 
 class Parcel:
-    """Steps of several tensors of one dtype, all along the same axes."""
+    """A bunch on this rank: tensors of one dtype, all along the same axes."""
 
-    def __init__(self, steps: Sequence[Step], world: World) -> None:
-        axes = steps[0].axes
+    def __init__(self, bunch: Bunch, world: World) -> None:
+        steps, axes = bunch.steps, bunch.axes
         assert all(step.axes == axes for step in steps)
         members = world.members(axes)
+        self.bunch, self.world = bunch, world
         self.group, self.me = world.group(axes, "gradients"), members.index(world.rank)
         self.shapes = [step.target.local_shape(world.coords) for step in steps]
         self.takes = [by_peer(transfers(step, world.rank, incoming=True), members) for step in steps]
@@ -35,8 +37,7 @@ class Parcel:
         self.sends = [sum(t.numel for t in column if t is not None) for column in zip(*self.gives, strict=True)]
         self.receives = [sum(t.numel for t in column if t is not None) for column in zip(*self.takes, strict=True)]
         self.sends[self.me] = self.receives[self.me] = 0
-        most = max(sum(step.received(member) for step in steps) for member in members)
-        self.first = wire.apart(world, axes, most, "gradients")
+        self.path = world.paths.several(steps, axes, world.rank)
 
     def launch(self, tensors: Sequence[Tensor]) -> Arrived:
         """Start; the answer waits and gives the results."""
@@ -48,11 +49,14 @@ class Parcel:
         ]
         packed = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
         received = packed.new_empty(sum(self.receives))
-        work = wire.all_to_all(received, packed, self.receives, self.sends, self.group, first=self.first)
+        self.world.note("all_to_all", self.path, self.bunch.axes, packed.nbytes, self.bunch.key)
+        direct = self.path == "direct"
+        work = wire.all_to_all(received, packed, self.receives, self.sends, self.group, direct=direct)
         outs = [self._own(k, tensor) for k, tensor in enumerate(tensors)]
 
         def arrived() -> list[Tensor]:
             work.wait()
+            self.world.journal.note("await", name=self.bunch.key)
             self._unpack(received, outs)
             return outs
 

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fourfold.errors import Infeasible
 from fourfold.plans import Mesh
 from fourfold.plans.layout import Layout
-from fourfold.plans.pipeline import Part, Pipeline, Task, check_runnable
+from fourfold.plans.pipeline import UNTIMED, Lists, Part, Pipeline, Task, check_runnable
 from fourfold.runtime.courier import Courier, gradient_of
 from fourfold.runtime.execute import Executor, FullTensor
 from fourfold.runtime.feeds import Feeder, Feeds
+from fourfold.runtime.journal import Journal
 from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.precision import PRECISIONS
 from fourfold.runtime.slices import Slices
-from fourfold.runtime.world import World
+from fourfold.runtime.world import World, running_placement
 from fourfold.timeline import Event
 
 
@@ -56,11 +59,11 @@ class Runner:
         load: Callable[[World], FullTensor],
         *,
         device: torch.device | None = None,
-        dtypes: Mapping[str, torch.dtype] | None = None,
+        precision: str = "fp32",
         randomness: Randomness | None = None,
         trains: bool = True,
     ) -> None:
-        """`trains`: False where the tensors are another runner's, which this one only reads."""
+        """`trains`: False where the tensors are another runner's, which this one only reads. All ranks must call."""
         check_runnable(pipeline.plan)
         if len(pipeline.places) > 1 and device is not None and device.type != "cpu":
             raise Infeasible(f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
@@ -69,39 +72,48 @@ class Runner:
         self.device = device or torch.device("cpu")
         self.everyone = World.shared(Mesh.of(all=self.plan.size), self.device)
         self.rank, self.randomness = self.everyone.rank, randomness or Randomness()
+        self.journal, self.placement = Journal(), running_placement(self.device, self.plan.size)
+        self.everyone = self.everyone.along(self.placement, self.plan.policy, self.journal)
+        self.lists = pipeline.lists(self.placement, precision, trains=trains)
+        counts = pipeline.counters(self.placement, precision)
         self.executors: dict[int, Executor] = {}
         self.slices: dict[int, Slices] = {}
         self.counters: dict[int, Executor] = {}
         for part in pipeline.parts:
-            self._join(part, load, dtypes)
+            self._join(part, load, counts, PRECISIONS[precision])
         self.tasks = pipeline.tasks(self.rank)
         self.feeder = Feeder(pipeline, self.executors, self.counters)
-        self.courier = Courier(pipeline, self.executors, rank=self.rank, device=self.device)
-        self._last = {t.stage: i for i, t in enumerate(self.tasks) if t.kind == "B"}
+        self.courier = Courier(pipeline, self.executors, rank=self.rank, device=self.device, journal=self.journal)
         self._run: dict[str, Callable[[Task], None]] = {
+            "listen": lambda task: self.courier.listen(),
+            "begin": self._begin,
             "F": self._forward,
             "B": self._backward,
             "receive": self.courier.receive,
             "send": lambda task: self.courier.send(task, self.made),
             "reduce": lambda task: self.executors[task.stage].finish(),
             "tie": lambda task: self.courier.add_ties(),
+            "loss": self._loss,
         }
-        self._reset()
+        self._reset({})
 
-    def _join(self, part: Part, load: Callable[[World], FullTensor], dtypes: Mapping[str, torch.dtype] | None) -> None:
+    def _join(
+        self, part: Part, load: Callable[[World], FullTensor], counts: Lists, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         alone = len(self.pipeline.parts) == 1
         mesh, ranks = part.stage.mesh, part.stage.ranks
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
-        whole = self._apart(load(world))
-        executor = Executor(part.programs, world, whole, dtypes=dtypes, randomness=self.randomness, trains=self.trains)
+        world = world.along(self.placement, self.plan.policy, self.journal)
+        lists = {size: self.lists[part.index, size] for size in part.programs}
+        executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
         self.executors[part.index] = executor
         if self.trains:
-            self.slices[part.index] = Slices(executor.program, executor.state, world)
+            self.slices[part.index] = Slices(lists[self.plan.sizes[0]], executor.state, world)
         if part.index in self.pipeline.counts:
-            counts, theirs = self.pipeline.counts[part.index], _shared(executor, load(world))
-            self.counters[part.index] = Executor(counts, world, theirs, dtypes=dtypes, trains=False)
+            counting = {size: counts[part.index, size] for size in part.programs}
+            self.counters[part.index] = Executor(counting, world, _shared(executor, load(world)), dtypes=dtypes)
 
     def _apart(self, load: FullTensor) -> FullTensor:
         """Of a tied parameter, a further copy on this rank has memory of its own, since each is updated."""
@@ -110,7 +122,8 @@ class Runner:
             return load
         return lambda key, layout: load(key, layout).clone() if key in held else load(key, layout)
 
-    def _reset(self) -> None:
+    def _reset(self, tensors: Mapping[str, Tensor]) -> None:
+        self.given = tensors
         self.held: dict[tuple[int, int], Held] = {}
         self.came: dict[str, Tensor] | None = None  # for the next compute action, if it was waited for already
         self.made: dict[str, Tensor] = {}  # by the last one, for the sends that follow it
@@ -119,43 +132,39 @@ class Runner:
 
     def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
         """One step's forwards and backwards; gradients are complete when it returns."""
-        self._reset()
-        self.courier.listen()
+        self._reset(tensors)
         self.collect, self.record, self.begun = outputs, record, time.perf_counter()
-        for executor in self.executors.values():
-            executor.begin()
-        for slices in self.slices.values():
-            slices.begin()
-        self.feeds = self.feeder.fed(tensors)
-        for number, task in enumerate(self.tasks):
-            if task.kind == "B":
-                self.executors[task.stage].gradients.last = number == self._last[task.stage]
-            if not record:
+        for task in self.tasks:
+            if task.kind == "update":  # the optimizer's part, which the caller calls
+                break
+            if not record or task.kind in UNTIMED:
                 self._run[task.kind](task)
                 continue
             self._await(task)
             start = time.perf_counter()
             self._run[task.kind](task)
             self._note(str(task), task.kind, start)
-        self.courier.post.finish()
         for slices in self.slices.values():
             slices.take_gradients()
-        self.outcome.loss = self._total()
         return self.outcome
 
     @torch.no_grad()
     def forward(self, tensors: Mapping[str, Tensor]) -> Outcome:
         """Forwards alone, of all micro-batches; this rank's outputs are kept."""
-        self._reset()
-        self.courier.listen()
-        self.collect, self.feeds = True, self.feeder.fed(tensors)
+        self._reset(tensors)
+        self.collect = True
         for task in self.tasks:
-            if task.kind == "F" or (task.kind in ("receive", "send") and task.way == "F"):
+            if task.kind in ("listen", "begin", "F", "loss") or (task.kind in ("receive", "send") and task.way == "F"):
                 self._run[task.kind](task)
         self.held.clear()
-        self.courier.post.finish()
-        self.outcome.loss = self._total()
         return self.outcome
+
+    def _begin(self, task: Task) -> None:
+        """A stage's step begins."""
+        self.executors[task.stage].begin()
+        if task.stage in self.slices:
+            self.slices[task.stage].begin()
+        self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
 
     def _note(self, action: str, kind: str, start: float) -> None:
         end = time.perf_counter()
@@ -199,18 +208,18 @@ class Runner:
         if held.loss is not None:
             starts.append(held.loss)
             grads.append(None)
-        if starts:
-            torch.autograd.backward(starts, grads)
+        self.executors[task.stage].backward(starts, grads, self.plan.sizes[task.microbatch], last=task.last)
         self.made = {name: gradient_of(leaf) for name, leaf in held.leaves.items()}
 
-    def _total(self) -> Tensor:
-        """The global loss, on every rank."""
+    def _loss(self, task: Task) -> None:
+        """The global loss, on every rank; what was sent before is through by then."""
+        self.courier.post.finish()
         last = self.pipeline.last.index
         if last not in self.executors:
-            return self.courier.hear()
-        loss = self.executors[last].total(torch.stack(self.outcome.losses).sum())
-        self.courier.tell(loss)
-        return loss
+            self.outcome.loss = self.courier.hear()
+            return
+        self.outcome.loss = self.executors[last].total(torch.stack(self.outcome.losses).sum())
+        self.courier.tell(self.outcome.loss)
 
     def trained(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
         """Stage, name, tensor and layout of everything on this rank that an optimizer updates."""
@@ -230,14 +239,36 @@ class Runner:
             out[key if key not in out else f"{key}@stage{index}"] = part
         return list(out.items())
 
+    @torch.no_grad()
+    def clip(self, most: float) -> Tensor:
+        """Scale the gradients so that the norm over the whole model is at most `most`: the norm before."""
+        total, grads = torch.zeros((), dtype=torch.float64, device=self.device), []
+        for index, name, tensor, layout in self.trained():
+            if tensor.grad is None:
+                continue
+            grads.append(tensor.grad)
+            world = self.executors[index].world
+            first = all(world.coords[a] == 0 for a in world.mesh.names if a not in layout.sharded)  # count replicas once
+            if first and self.pipeline.cut.tied.get(name, (index,))[0] == index:
+                parts = torch.view_as_real(tensor.grad.resolve_conj()) if tensor.grad.is_complex() else tensor.grad
+                total += parts.double().square().sum()
+        if self.plan.size > 1:
+            self.everyone.note("all_reduce", "collective", self.everyone.mesh.names, total.nbytes, "clip")
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = most / (norm + 1e-6)
+        if grads and scale < 1:
+            torch._foreach_mul_(grads, float(scale))
+        return norm
+
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """After each step of the optimizer, bring what other ranks have updated into this rank's copies."""
-        if any(slices.parts for slices in self.slices.values()):
-            optimizer.register_step_post_hook(lambda *_: self._share())
+        optimizer.register_step_post_hook(lambda *_: self._updated())
 
-    def _share(self) -> None:
-        for slices in self.slices.values():
-            slices.share()
+    def _updated(self) -> None:
+        for index, executor in self.executors.items():
+            self.journal.note("update", size=executor.updated_bytes)
+            self.slices[index].share()
 
     def kept(self) -> list[Tensor]:
         """The tensors that stay on this rank between steps, its share of memory that ranks have in common included."""

@@ -8,7 +8,6 @@ buffers is thrown away, and its random masks are those of the first.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,20 +26,22 @@ def recomputed(body: Body) -> Sequence[Any]:
     segment = _Segment(body)
     with saved_tensors_hooks(segment.pack, segment.unpack):
         results = body(False)
+    hook = _refilling(segment)
     for result in results:
         if isinstance(result, Tensor) and result.requires_grad:
-            result.register_hook(_refilling(weakref.ref(segment)))
+            result.register_hook(hook)
     return results
 
 
-def _refilling(segment: weakref.ref[_Segment]) -> Callable[[Tensor], None]:
-    """The hook of a result. It must not hold the segment: hooks live as long as the graph, a segment only until all that
-    was saved for it has been used."""
+def _refilling(segment: _Segment) -> Callable[[Tensor], None]:
+    """The hook of all results. It holds the segment until the first of them calls it: a rank that has saved nothing must take
+    part in the exchanges of the second run too. Longer it must not: hooks live as long as the graph, a segment only until
+    all that was saved for it has been used."""
+    waiting = [segment]
 
     def hook(_: Tensor) -> None:
-        known = segment()
-        if known is not None:
-            known.refill()
+        if waiting:
+            waiting.pop().refill()
 
     return hook
 
@@ -63,8 +64,6 @@ class _Segment:
 
     def refill(self) -> None:
         """Run the segment again and keep what it saves."""
-        if self.filled:
-            return
         self.filled = True
         with torch.enable_grad(), saved_tensors_hooks(self._keep, _never):
             self.body(True)

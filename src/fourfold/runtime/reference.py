@@ -28,10 +28,11 @@ from fourfold.graph.attributes import unchanged
 from fourfold.graph.capture import WithLoss, mean_square
 from fourfold.plans import Mesh, Plan
 from fourfold.runtime.exchange import is_inexact
+from fourfold.runtime.precision import PRECISIONS
 from fourfold.runtime.replay import NotReplayable, Replay, casts, draws
 from fourfold.runtime.rounding import OtherRounding
 from fourfold.runtime.subject import Subject, stored_tensors
-from fourfold.runtime.trial import PRECISIONS, Task, Trial, optimizer_named, run_trial
+from fourfold.runtime.trial import Task, Trial, optimizer_named, run_trial
 
 EAGER, PROGRAM = "eager", "one rank of Fourfold"
 

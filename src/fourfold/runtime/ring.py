@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.plans.buckets import RING_BYTES, gradient_bytes
+from fourfold.plans.actions import Bunch
+from fourfold.plans.buckets import gradient_bytes
 from fourfold.plans.exchange import transfers
 from fourfold.runtime.board import shared_memory, viewed, wait_for
 from fourfold.runtime.carrier import Gathered, add_gradient
@@ -83,13 +84,12 @@ class Ring:
         self.places: dict[tuple[Gathered, int], Places] = {}  # by weight and begin
 
     @staticmethod
-    def open(gathered: Sequence[Gathered], world: World, room: int) -> Ring | None:
-        """A ring of so many bytes, or of two of the largest gradients; all ranks must call."""
+    def open(gathered: Sequence[Gathered], world: World, capacity: int) -> Ring:
+        """A ring of so many bytes a rank; all ranks must call."""
         ways = {g: Way(g, world) for g in gathered if g.shard.requires_grad}
-        capacity = max(room, 2 * max((way.size for way in ways.values()), default=0))
         count = world.mesh.size
-        memory = shared_memory(world.group(world.wide), count * (2 * _LINE + capacity))
-        return Ring(memory, ways, world, capacity) if memory is not None else None
+        memory = shared_memory(world.group(world.paths.wide), count * (2 * _LINE + capacity))
+        return Ring(memory, ways, world, capacity)
 
     def rewind(self) -> None:
         """Begin anew where all ranks have taken everything: the same gradient then lies in the same place in every step."""
@@ -136,55 +136,33 @@ class Ring:
 
 
 class Shared:
-    """The carrier of ranks that share a host."""
+    """Divided weights of ranks that share a host."""
 
-    def __init__(self, gathered: Sequence[Gathered], world: World, shelf: Shelf, ring: Ring) -> None:
-        self.shelf, self.ring = shelf, ring
-        self.readers = {g: reader(g.there, world, [row[g.name] for row in shelf.rows]) for g in gathered}
-
-    @staticmethod
-    def open(
-        gathered: Sequence[Gathered], state: Mapping[str, Tensor], world: World, room: int = RING_BYTES
-    ) -> Shared | None:
-        """None where the ranks share no host with room for the shards; all must call."""
+    def __init__(self, gathered: Sequence[Gathered], state: Mapping[str, Tensor], world: World, ring_bytes: int) -> None:
+        """A ring of so many bytes a rank, at least two of the largest gradients; all ranks must call."""
         kept = {g.name: (g.there.source, g.shard.dtype) for g in gathered}
-        shelf = Shelf.open(kept, world)
-        ring = Ring.open(gathered, world, room) if shelf is not None else None
-        if shelf is None or ring is None:
-            return None
-        shelf.adopt({name: state[name] for name in kept}, world)
-        return Shared(gathered, world, shelf, ring)
+        self.shelf, self.ring = Shelf.open(kept, world), Ring.open(gathered, world, ring_bytes)
+        self.shelf.adopt({name: state[name] for name in kept}, world)
+        self.readers = {g: reader(g.there, world, [row[g.name] for row in self.shelf.rows]) for g in gathered}
 
     @property
     def kept(self) -> list[Tensor]:
         return [self.ring.areas[self.ring.me]]
 
-    def begin(self) -> None:
+    def barrier(self) -> None:
+        """All ranks are done with what they do to weights and gradients: places in the ring may be used anew."""
         self.shelf.board.barrier()
         self.ring.rewind()
 
-    def finish(self) -> None:
-        self.ring.finish()
-        self.shelf.board.barrier()
-
-    def forward(self, size: int) -> None:
-        """Nothing to prepare."""
-
-    def forward_done(self, size: int) -> None:
-        """Nothing to do."""
-
-    def ran(self, user: str, out: Any) -> None:
-        """Nothing depends on it."""
-
-    def saved(self, gathered: Gathered, user: str) -> None:
-        """Nothing depends on it: a weight is there whenever it is wanted."""
-
     @torch.no_grad()
-    def fetch(self, gathered: Gathered) -> Tensor:
+    def fetch(self, gathered: Gathered, source: Bunch | None = None) -> Tensor:
+        assert source is None
         return self.readers[gathered]()
 
-    def refill(self, gathered: Gathered, user: str) -> Tensor:
-        return self.fetch(gathered)
-
-    def give(self, gathered: Gathered, grad: Tensor) -> None:
+    def give(self, gathered: Gathered, grad: Tensor, target: Bunch | None = None) -> None:
         self.ring.give(gathered, grad)
+
+    def limit(self, most: int) -> None:
+        """Nothing is under way once every rank has given all it has."""
+        assert most == 0
+        self.ring.finish()

@@ -9,40 +9,15 @@ overlap it with.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from fourfold.runtime.board import Board, shared_memory
+from fourfold.runtime.board import Board, shared_memory, viewed
 from fourfold.runtime.world import World
 
 
-class SharedSums:
-    """The gradients that can be summed so; `names` says which, the others are left to the buckets."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], reductions: Mapping[str, tuple[str, ...]], world: World) -> None:
-        groups: dict[tuple[tuple[str, ...], torch.dtype], dict[str, Tensor]] = {}
-        for name, tensor in parameters.items():
-            if name in reductions and tensor.device.type == "cpu":
-                groups.setdefault((reductions[name], tensor.dtype), {})[name] = tensor
-        made = [(members, _Block.open(list(members.values()), axes, world)) for (axes, _), members in groups.items()]
-        self.blocks = [block for _, block in made if block is not None]
-        self.names = {name for members, block in made if block is not None for name in members}
-
-    @property
-    def own(self) -> list[Tensor]:
-        """This rank's rows: memory that no allocator counts."""
-        return [block.rows[block.board.rank] for block in self.blocks]
-
-    def finish(self) -> None:
-        """Sum all gradients; a parameter nobody used has gradient zero."""
-        for block in self.blocks:
-            block.sum()
-
-
-class _Block:
-    """The gradients of one group and dtype."""
+class SharedSum:
+    """The gradients of one `Sum`."""
 
     def __init__(self, parameters: list[Tensor], rows: list[Tensor], board: Board) -> None:
         self.parameters, self.rows, self.board = parameters, rows, board
@@ -53,23 +28,20 @@ class _Block:
         self.slices = [(k * share, min((k + 1) * share, ends[-1])) for k in range(board.count)]
 
     @staticmethod
-    def open(parameters: list[Tensor], axes: tuple[str, ...], world: World) -> _Block | None:
-        """Rows for the parameters' gradients, if the group shares a host; all ranks must call."""
-        board = world.board(axes)
-        if board is None:
-            return None
-        total = sum(p.numel() for p in parameters)
-        if not total:
-            return None
-        size = board.count * total * parameters[0].element_size()
-        memory = shared_memory(world.group(axes), size)
-        if memory is None:
-            return None
-        size, dtype = size // board.count, parameters[0].dtype
-        rows = [torch.frombuffer(memory, dtype=dtype, count=total, offset=k * size) for k in range(board.count)]
-        return _Block(parameters, rows, board)
+    def open(parameters: list[Tensor], axes: tuple[str, ...], world: World) -> SharedSum:
+        """Rows for the parameters' gradients, of ranks that share memory; all of them must call."""
+        board, dtype, total = world.board(axes), parameters[0].dtype, sum(p.numel() for p in parameters)
+        size = total * dtype.itemsize
+        memory = shared_memory(world.group(axes), max(board.count * size, 1))
+        return SharedSum(parameters, [viewed(memory, dtype, (total,), k * size) for k in range(board.count)], board)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's row: memory that no allocator counts."""
+        return self.rows[self.board.rank]
 
     def sum(self) -> None:
+        """Sum all gradients; a parameter nobody used has gradient zero."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()

@@ -30,21 +30,16 @@ class Shelf:
         self.rows, self.board = rows, board
 
     @staticmethod
-    def open(kept: Mapping[str, tuple[Layout, torch.dtype]], world: World) -> Shelf | None:
-        """A shelf for tensors laid out so, or None where the ranks share no host with room for it; all must call."""
-        board = everyones_board(world) if kept else None
-        if board is None:
-            return None
+    def open(kept: Mapping[str, tuple[Layout, torch.dtype]], world: World) -> Shelf:
+        """A shelf for tensors laid out so, of ranks that share memory; all must call."""
         points = [world.mesh.coords(rank) for rank in range(world.mesh.size)]
         shapes = [{name: layout.local_shape(at) for name, (layout, _) in kept.items()} for at in points]
         sizes = [math.prod(shape) * kept[name][1].itemsize for row in shapes for name, shape in row.items()]
         starts = itertools.accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0)
         *offsets, total = starts
-        memory = shared_memory(world.group(world.wide), max(total, _LINE))
-        if memory is None:
-            return None
-        at = iter(offsets)
-        return Shelf([{n: viewed(memory, kept[n][1], shape, next(at)) for n, shape in row.items()} for row in shapes], board)
+        memory, at = shared_memory(world.group(world.paths.wide), max(total, _LINE)), iter(offsets)
+        rows = [{n: viewed(memory, kept[n][1], shape, next(at)) for n, shape in row.items()} for row in shapes]
+        return Shelf(rows, world.board(world.paths.wide))
 
     def adopt(self, tensors: Mapping[str, Tensor], world: World) -> None:
         """Move this rank's tensors here; they stay the same objects."""
@@ -53,11 +48,6 @@ class Shelf:
             mine.copy_(tensor.detach())
             tensor.data = mine
         self.board.barrier()
-
-
-def everyones_board(world: World) -> Board | None:
-    """The board of all ranks of a mesh, if they share a host; all must ask."""
-    return world.board(world.wide) if world.wide and world.device.type == "cpu" else None
 
 
 def reader(step: Step, world: World, sources: Sequence[Tensor]) -> Reader:

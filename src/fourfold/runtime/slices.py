@@ -6,15 +6,13 @@ summed as ever, and after a step of the optimizer the slices are gathered into a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from fourfold.plans.exchange import Exchange, Step
 from fourfold.plans.layout import Layout
+from fourfold.plans.lists import StageList
 from fourfold.plans.mesh import Coords
-from fourfold.plans.program import Program
 from fourfold.runtime.exchange import Spans, take
 from fourfold.runtime.rounds import Rounds
 from fourfold.runtime.world import World
@@ -23,20 +21,18 @@ from fourfold.runtime.world import World
 class Slices:
     """The parts of one stage's parameters that this rank updates; none where it updates all it stores."""
 
-    def __init__(self, program: Program, state: Mapping[str, Tensor], world: World) -> None:
-        self.program, self.state, self.world = program, state, world
-        axes = {n: step.axes for n in program.updates for step in _gathering(program, n)}
-        self.spans = {n: _within(program.stored[n], program.updates[n], world.coords) for n in axes}
+    def __init__(self, lists: StageList, state: Mapping[str, Tensor], world: World) -> None:
+        program, self.state, self.world = lists.program, state, world
+        self.program = program
+        names = [name for action in lists.messages.slices for name in action.names]
+        self.spans = {n: _within(program.stored[n], program.updates[n], world.coords) for n in names}
         self.parts = {n: take(state[n].detach(), spans).requires_grad_() for n, spans in self.spans.items()}
-        groups: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
-        for name in axes:
-            groups.setdefault((axes[name], state[name].dtype), []).append(name)
         self.rounds = [
-            Rounds([self._views(names, rank) for rank in world.members(along)], along, world)
-            for (along, _), names in groups.items()
+            Rounds(action, [self._views(action.names, rank) for rank in world.members(action.axes)], world)
+            for action in lists.messages.slices
         ]
 
-    def _views(self, names: list[str], rank: int) -> list[Tensor]:
+    def _views(self, names: Sequence[str], rank: int) -> list[Tensor]:
         """What a rank updates, in this rank's copies."""
         coords, stored, updates = self.world.mesh.coords(rank), self.program.stored, self.program.updates
         return [take(self.state[n].detach(), _within(stored[n], updates[n], coords)) for n in names]
@@ -61,13 +57,6 @@ class Slices:
         """Bring the slices that others have updated into this rank's copies; all must call."""
         for rounds in self.rounds:
             rounds.share()
-
-
-def _gathering(program: Program, name: str) -> tuple[Step, ...]:
-    """The one step from the slices of a parameter to its copies; none where a rank updates all it stores."""
-    steps = Exchange(program.mesh, program.updates[name], program.stored[name]).steps
-    assert len(steps) <= 1, f"{name} is gathered in {len(steps)} steps"
-    return steps
 
 
 def _within(stored: Layout, part: Layout, coords: Coords) -> Spans:

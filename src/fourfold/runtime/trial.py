@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput, nearest
 from fourfold.graph import Graph
-from fourfold.graph.spec import computed_as
 from fourfold.plans import Plan
 from fourfold.plans.layout import Layout
 from fourfold.plans.pipeline import pipeline
@@ -25,14 +24,10 @@ from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.materialise import cut
 from fourfold.runtime.measure import measure
 from fourfold.runtime.pipeline import Runner
+from fourfold.runtime.precision import PRECISIONS
 from fourfold.runtime.scratch import writing
 from fourfold.runtime.whole import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.world import World
-
-PRECISIONS: dict[str, dict[str, torch.dtype]] = {
-    precision: {name: getattr(torch, wide) for name, wide in computed_as(precision).items()} for precision in ("fp32", "fp64")
-}
-"""What stored and captured dtypes become: in fp32 they stay as the module has them."""
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda tensors: torch.optim.SGD(tensors, lr=0.01),
@@ -85,7 +80,7 @@ def runner(task: Task, state: Mapping[str, Tensor], randomness: Randomness) -> R
 
         return part
 
-    return Runner(pipeline(task.graph, task.plan), load, dtypes=dtypes, randomness=randomness)
+    return Runner(pipeline(task.graph, task.plan), load, precision=task.precision, randomness=randomness)
 
 
 def run_task(task: Task) -> dict[str, Any]:

@@ -27,10 +27,11 @@ from fourfold.plans.pipeline import check_runnable
 from fourfold.runtime.compare import Distances, Worst, first_bad
 from fourfold.runtime.crew import Crew, check_count
 from fourfold.runtime.measure import waiting
+from fourfold.runtime.precision import PRECISIONS
 from fourfold.runtime.reference import Reference
 from fourfold.runtime.scratch import temporary_paths
 from fourfold.runtime.subject import Subject, save_data
-from fourfold.runtime.trial import PRECISIONS, Task, Trial, load_trial, optimizer_named, run_task
+from fourfold.runtime.trial import Task, Trial, load_trial, optimizer_named, run_task
 
 TIGHT = 1e-9
 DRIFT = 10.0  # times the floor, after the last step

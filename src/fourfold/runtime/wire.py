@@ -4,7 +4,7 @@ gloo tells the other rank that a receive is posted over the connection that carr
 its own data, and a link that could carry both ways at once carries one after the other: of 8 MiB each way between two hosts at
 1 Gbit/s, 67 ms on the wire, its all-to-all took 121 ms, its all-gather 98; with receives posted first both take 75. Its
 reduce-scatter is an all-reduce of the whole tensor, twice the bytes. Small messages, and all within a host, are better off with
-its collectives (1 KiB: 1.1 ms, by single messages 1.4).
+its collectives (1 KiB: 1.1 ms, by single messages 1.4). `plans.paths` decides by that which of them takes which way.
 """
 
 from __future__ import annotations
@@ -15,18 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans.buckets import LARGE
-from fourfold.runtime.world import World, all_gather_single, reduce_scatter_single
-
-
-def apart(world: World, axes: tuple[str, ...], elements: int, purpose: str = "inline") -> bool:
-    """Whether a group has several hosts and large messages: so many elements received. All must ask, with the same number."""
-    return elements >= LARGE and len(set(world.hosts(axes, purpose))) > 1
-
-
-def alone(world: World, axes: tuple[str, ...], elements: int, purpose: str = "inline") -> bool:
-    """The same with a host for every rank: where several share one, rings send less between hosts."""
-    return elements >= LARGE and len(set(world.hosts(axes, purpose))) == world.extent(axes)
+from fourfold.runtime.world import all_gather_single, reduce_scatter_single
 
 
 class Flight:
@@ -44,17 +33,17 @@ class Flight:
 
 
 def all_to_all(
-    received: Tensor, packed: Tensor, receives: Sequence[int], sends: Sequence[int], group: Any, *, first: bool
+    received: Tensor, packed: Tensor, receives: Sequence[int], sends: Sequence[int], group: Any, *, direct: bool
 ) -> Any:
-    """Flat tensors with so many elements from and for each rank, none for itself; `first`: receives are posted first."""
-    if first:
+    """Flat tensors with so many elements from and for each rank, none for itself; `direct`: by single messages."""
+    if direct:
         return Flight(received.split(list(receives)), packed.split(list(sends)), group)
     return dist.all_to_all_single(received, packed, list(receives), list(sends), group=group, async_op=True)
 
 
-def all_gather(rows: Tensor, row: Tensor, group: Any, *, first: bool) -> Any:
-    """Flat tensors of all ranks, one after the other; for two, since among more hosts a ring is as good."""
-    if not first or dist.get_world_size(group) > 2:
+def all_gather(rows: Tensor, row: Tensor, group: Any, *, direct: bool) -> Any:
+    """Flat tensors of all ranks, one after the other; directly between two alone."""
+    if not direct:
         return all_gather_single(rows.view(-1), row, group=group, async_op=True)
     me = dist.get_rank(group)
     rows = rows.view(2, -1)
@@ -62,9 +51,9 @@ def all_gather(rows: Tensor, row: Tensor, group: Any, *, first: bool) -> Any:
     return Flight(_others(rows, me), _others([row, row], me), group)
 
 
-def reduce_scatter(out: Tensor, rows: Tensor, group: Any, *, first: bool) -> None:
+def reduce_scatter(out: Tensor, rows: Tensor, group: Any, *, direct: bool) -> None:
     """The sum of all ranks' rows for this one, added in rank order."""
-    if not first:
+    if not direct:
         reduce_scatter_single(out.view(-1), rows.reshape(-1), group=group)
         return
     me, count = dist.get_rank(group), dist.get_world_size(group)

@@ -1,8 +1,12 @@
-"""The ranks this process works with: process groups along mesh axes, the device, and this rank's place."""
+"""The ranks this process works with: process groups along mesh axes, the device, and this rank's place.
+
+Which way a message takes is `paths`, made from the plan's policy and from where the processes run (`running_placement`).
+"""
 
 from __future__ import annotations
 
 import atexit
+import copy
 import datetime
 import gc
 import itertools
@@ -16,7 +20,11 @@ from torch import Tensor
 
 from fourfold.errors import InvalidInput
 from fourfold.plans.mesh import Mesh
-from fourfold.runtime.board import CAPACITY, Board, hosts
+from fourfold.plans.paths import Paths
+from fourfold.plans.placement import Placement
+from fourfold.plans.policy import DEFAULT, Policy
+from fourfold.runtime.board import Board, free_bytes, shareable_host
+from fourfold.runtime.journal import Journal
 from fourfold.runtime.launch import collective_seconds, keep_memory
 
 # newer torch renamed these two; the old names still work there, with a warning
@@ -29,21 +37,29 @@ TIMEOUT = datetime.timedelta(seconds=collective_seconds())
 class World:
     """This rank on a mesh. Groups are made once, in the same order on every rank.
 
-    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them.
+    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them. `paths`: which way
+    messages take; without them, none goes through shared memory. `journal`: where they are written down.
     """
 
     def __init__(
         self, mesh: Mesh, *, rank: int, device: torch.device, wanted: Iterable[tuple[str, ...]] = (),
-        ranks: tuple[int, ...] | None = None,
+        ranks: tuple[int, ...] | None = None, paths: Paths | None = None,
     ) -> None:  # fmt: skip
         self.mesh, self.rank, self.device = mesh, rank, device
         self.ranks = ranks or tuple(range(mesh.size))
         self.coords = mesh.coords(rank)
-        self._boards: dict[tuple[str, ...], Board | None] = {}
-        self._hosts: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.paths = paths or Paths(mesh, self.ranks, Placement.separate_hosts(max(self.ranks) + 1), DEFAULT)
+        self.journal = Journal()
+        self._boards: dict[tuple[tuple[str, ...], int], Board] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for axes in sorted(set(wanted)):
             self._make("inline", axes)
+
+    def along(self, placement: Placement, policy: Policy, journal: Journal) -> World:
+        """The same groups for another run, whose messages may take other ways."""
+        out = copy.copy(self)
+        out.paths, out.journal = Paths(self.mesh, self.ranks, placement, policy), journal
+        return out
 
     @staticmethod
     def join(mesh: Mesh, *, device: torch.device | None = None, wanted: Iterable[tuple[str, ...]] = ()) -> World:
@@ -59,7 +75,8 @@ class World:
                 f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} are running; "
                 f"run with --nproc-per-node {mesh.size} or plan for {dist.get_world_size()}"
             )
-        return World(mesh, rank=dist.get_rank(), device=device, wanted=wanted)
+        paths = Paths(mesh, tuple(range(mesh.size)), running_placement(device, mesh.size), DEFAULT)
+        return World(mesh, rank=dist.get_rank(), device=device, wanted=wanted, paths=paths)
 
     @staticmethod
     def started(mesh: Mesh, device: torch.device) -> None:
@@ -69,11 +86,6 @@ class World:
                 keep_memory()
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
             atexit.register(leave)
-
-    @property
-    def wide(self) -> tuple[str, ...]:
-        """The axes of more than one rank."""
-        return tuple(axis for axis in self.mesh.names if self.mesh.extent(axis) > 1)
 
     def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
         key = (purpose, axes)
@@ -87,11 +99,11 @@ class World:
         """The group of ranks along the axes that this rank belongs to; another purpose has its own communicator."""
         return self._make(purpose, axes)
 
-    def summed(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def summed(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
         """The sum of a tensor over the ranks along the axes: a new tensor, added in rank order."""
         if not axes:
             return tensor
-        rows = self._shared(tensor, axes)
+        rows = self._shared(tensor, axes, "all_reduce", name)
         if rows is not None:
             return rows.sum(0, dtype=tensor.dtype)
         out = tensor.clone(memory_format=torch.contiguous_format)
@@ -99,35 +111,50 @@ class World:
             dist.all_reduce(out, group=self.group(axes))
         return out
 
+    def maximum(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """The largest of each element over the ranks along the axes: a new tensor."""
+        if not axes:
+            return tensor
+        rows = self._shared(tensor, axes, "all_reduce")
+        if rows is not None:
+            return rows.amax(0)
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        if out.numel():
+            dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.group(axes))
+        return out
+
     def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Equal-sized tensors of the ranks along the axes, stacked in rank order."""
         if not axes:
             return tensor.unsqueeze(0)
-        rows = self._shared(tensor, axes)
+        rows = self._shared(tensor, axes, "all_gather")
         if rows is not None:
             return rows
         out = tensor.new_empty((self.extent(axes), *tensor.shape))
-        all_gather_single(out.view(-1), tensor.reshape(-1), group=self.group(axes))
+        if tensor.numel():
+            all_gather_single(out.view(-1), tensor.reshape(-1), group=self.group(axes))
         return out
 
-    def _shared(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor | None:
-        """The gather through shared memory, for small tensors between ranks of one host."""
-        if tensor.device.type != "cpu" or not 0 < tensor.numel() * tensor.element_size() <= CAPACITY:
-            return None
-        board = self.board(axes)
-        return board.gather(tensor) if board is not None else None
+    def _shared(self, tensor: Tensor, axes: tuple[str, ...], kind: str, name: str = "") -> Tensor | None:
+        """The gather through shared memory, where tensors of this size go that way."""
+        size = tensor.nbytes
+        small = self.paths.small(axes, size)
+        if size and self.extent(axes) > 1:
+            self.note(kind, "shared" if small else "collective", axes, size, name)
+        return self.board(axes).gather(tensor) if small else None
 
-    def board(self, axes: tuple[str, ...]) -> Board | None:
-        """The board of the ranks along the axes, if they share a host; all must ask."""
-        if axes not in self._boards:
-            self._boards[axes] = Board.open(self.group(axes), TIMEOUT.total_seconds())
-        return self._boards[axes]
+    def note(self, kind: str, path: str, axes: tuple[str, ...], size: int, name: str = "") -> None:
+        """Write a message down, if somebody asks for it."""
+        if self.journal.records is not None:
+            ranks = tuple(self.ranks[member] for member in self.members(axes))
+            self.journal.note(kind, path=path, ranks=ranks, size=size, name=name)
 
-    def hosts(self, axes: tuple[str, ...], purpose: str = "inline") -> tuple[str, ...]:
-        """Of the ranks along the axes; all must ask. A GPU's collectives know their way: one for all."""
-        if axes not in self._hosts:
-            self._hosts[axes] = hosts(self.group(axes, purpose)) if self.device.type == "cpu" else ("",)
-        return self._hosts[axes]
+    def board(self, axes: tuple[str, ...]) -> Board:
+        """The board of the ranks along the axes, which share memory; all must ask."""
+        key = axes, self.paths.policy.small_bytes
+        if key not in self._boards:
+            self._boards[key] = Board.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
+        return self._boards[key]
 
     @staticmethod
     def shared(mesh: Mesh, device: torch.device) -> World:
@@ -171,6 +198,23 @@ class World:
 
 _shared: dict[tuple[Any, ...], World] = {}
 _stages: dict[tuple[Any, ...], World | None] = {}
+
+
+def running_placement(device: torch.device, ranks: int) -> Placement:
+    """Where the processes run, and how much memory those of a host can share now; all must call, unless one rank is alone."""
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    if ranks == 1:
+        return Placement(hosts=(0,), devices=(kind,))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (shareable_host(), kind, free_bytes()))
+    hosts, devices, rooms = zip(*found, strict=True)
+    numbers = {host: k for k, host in enumerate(dict.fromkeys(hosts))}
+    return Placement(hosts=tuple(numbers[host] for host in hosts), devices=devices, room=min(rooms))
+
+
+def here(ranks: int) -> Placement:
+    """Where the processors of this run's processes are."""
+    return running_placement(torch.device("cpu"), ranks)
 
 
 def leave() -> None:

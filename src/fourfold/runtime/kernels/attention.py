@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,16 +14,14 @@ from fourfold.plans.own import Own
 from fourfold.plans.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.random import drop
+from fourfold.runtime.world import World
 
 
-def joint_log_softmax(x: Tensor, dim: int, group: Any) -> Tensor:
-    """log-softmax of a dim divided over a group; no gradient of its own."""
+def joint_log_softmax(x: Tensor, dim: int, world: World, axes: tuple[str, ...]) -> Tensor:
+    """log-softmax of a dim divided along some axes; no gradient of its own."""
     top = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_kept(x, dim), -math.inf)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = x - top
-    total = shifted.exp().sum(dim, keepdim=True)
-    dist.all_reduce(total, group=group)
-    return shifted - total.log()
+    shifted = x - world.maximum(top, axes)
+    return shifted - world.summed(shifted.exp().sum(dim, keepdim=True), axes).log()
 
 
 def _kept(x: Tensor, dim: int) -> list[int]:
@@ -33,9 +30,9 @@ def _kept(x: Tensor, dim: int) -> list[int]:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any, log: bool) -> Tensor:
-        y = joint_log_softmax(x, dim, group)
-        ctx.dim, ctx.group, ctx.log = dim, group, log
+    def forward(ctx: Any, x: Tensor, dim: int, world: World, axes: tuple[str, ...], log: bool) -> Tensor:
+        y = joint_log_softmax(x, dim, world, axes)
+        ctx.dim, ctx.world, ctx.axes, ctx.log = dim, world, axes, log
         y = y if log else y.exp()
         ctx.save_for_backward(y)
         return y
@@ -43,14 +40,13 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (y,), g = ctx.saved_tensors, grads[0]
-        total = (g if ctx.log else g * y).sum(ctx.dim, keepdim=True)
-        dist.all_reduce(total, group=ctx.group)
-        return (g - y.exp() * total) if ctx.log else y * (g - total), None, None, None
+        total = ctx.world.summed((g if ctx.log else g * y).sum(ctx.dim, keepdim=True), ctx.axes)
+        return (g - y.exp() * total) if ctx.log else y * (g - total), None, None, None, None
 
 
-def log_softmax(x: Tensor, dim: int, group: Any) -> Tensor:
-    """log-softmax of a dim divided over a group."""
-    return _Softmax.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
+def log_softmax(x: Tensor, dim: int, world: World, axes: tuple[str, ...]) -> Tensor:
+    """log-softmax of a dim divided along some axes."""
+    return _Softmax.apply(x, dim, world, axes, True)  # type: ignore[no-untyped-call]
 
 
 @kernel("softmax")
@@ -58,8 +54,9 @@ def softmax(step: Compute, local: Local) -> Run:
     axes = step.axes_of("joint")
     if not axes:
         return plain(step, local)
-    group, dim, log = local.world.group(axes), step.nest.detail["dim"], step.nest.detail["log"]
-    return lambda x: _Softmax.apply(x, dim, group, log)  # type: ignore[no-untyped-call]
+    world, dim, log = local.world, step.nest.detail["dim"], step.nest.detail["log"]
+    world.group(axes)  # made now, by all ranks
+    return lambda x: _Softmax.apply(x, dim, world, axes, log)  # type: ignore[no-untyped-call]
 
 
 @kernel("attention")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,17 +18,16 @@ from fourfold.runtime.world import World
 
 
 class _PickedLoss(torch.autograd.Function):
-    """Negative log-likelihood with the classes divided over a group; the result is the same on all its ranks."""
+    """Negative log-likelihood with the classes divided along some axes; the result is the same on all ranks of a group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Tensor, group: Any) -> Tensor:
-        logp = joint_log_softmax(x, 1, group)
+    def forward(ctx: Any, x: Tensor, at: Tensor, world: World, axes: tuple[str, ...]) -> Tensor:
+        logp = joint_log_softmax(x, 1, world, axes)
         mine = (at >= 0).unsqueeze(1)
         index = at.clamp(min=0).unsqueeze(1)
         picked = logp.gather(1, index) * mine if x.shape[1] else x.new_zeros(index.shape)
-        dist.all_reduce(picked, group=group)
         ctx.save_for_backward(logp, index, mine)
-        return -picked.squeeze(1)
+        return -world.summed(picked, axes).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -38,7 +36,7 @@ class _PickedLoss(torch.autograd.Function):
         dx = logp.exp() * g
         if dx.shape[1]:
             dx.scatter_add_(1, index, -(g * mine))
-        return dx, None, None
+        return dx, None, None, None
 
 
 @kernel("cross_entropy")
@@ -121,15 +119,16 @@ class _Classes:
         return _Classes(local.world, axes, place, owned)
 
     def losses(self, x: Tensor, target: Tensor, weight: Tensor | None, detail: Any) -> Tensor:
-        group, smooth = self.world.group(self.axes), detail["smoothing"]
+        smooth = detail["smoothing"]
         if detail["soft"]:
             share = target * (1 - smooth) + smooth / len(self.place) if smooth else target
-            return -self._sum(log_softmax(x, 1, group) * share, weight)
+            return -self._sum(log_softmax(x, 1, self.world, self.axes) * share, weight)
         valid, safe = _valid(target, detail)
         factor = valid.to(x.dtype) if weight is None else valid * weight[safe]
         if detail["logits"] and not smooth:
-            return _PickedLoss.apply(x, self.place[safe], group) * factor  # type: ignore[no-untyped-call]
-        logp = log_softmax(x, 1, group) if detail["logits"] else x
+            picked = _PickedLoss.apply(x, self.place[safe], self.world, self.axes)  # type: ignore[no-untyped-call]
+            return picked * factor
+        logp = log_softmax(x, 1, self.world, self.axes) if detail["logits"] else x
         loss = -self._picked(logp, self.place[safe]) * factor
         return (1 - smooth) * loss - smooth / len(self.place) * self._sum(logp, weight) * valid if smooth else loss
 

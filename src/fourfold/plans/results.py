@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.oracle.saving import Share
-from fourfold.oracle.strides import contiguous, dense_like, is_contiguous, is_dense, viewed
+from fourfold.ops.strides import contiguous, dense_like, is_contiguous, is_dense, viewed
+from fourfold.plans.saving import Share
 
 _PERMUTES = ("permute", "transpose", "t", "numpy_T", "mT", "swapaxes", "adjoint", "matrix_H", "movedim")
 _SAME = ("alias", "detach", "lift_fresh")

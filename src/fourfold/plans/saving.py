@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fourfold.ops.nest import Kept, Window
-from fourfold.oracle.register import rule_for
+from fourfold.ops.register import rule_for
 from fourfold.plans.mesh import Coords
 from fourfold.plans.program import Compute
 
@@ -131,7 +131,7 @@ def _windows(share: Share, gradients: Sequence[bool]) -> Saving | None:
 def _batch_norm(share: Share, gradients: Sequence[bool]) -> Saving | None:
     if not share.step.axes_of("joint"):
         return None
-    return Saving((0,), (2 * share.operands[0][1] * share.items[0],))
+    return Saving(share.step.nest.saved, (2 * share.operands[0][1] * share.items[0],))
 
 
 @_kernel("layer_norm", "group_norm", "instance_norm")
@@ -143,7 +143,8 @@ def _normalize(share: Share, gradients: Sequence[bool]) -> Saving | None:
     scales = math.prod(share.operands[0][: _first(share)]) * share.items[0]
     if share.step.nest.kernel == "group_norm":
         scales = share.operands[0][0] * len(share.step.loops["g"].at(share.coords)) * share.items[0]
-    return Saving((), (whole, scales)) if len(share.operands) > 1 else Saving((-1,), (scales,))
+    weight = (1,) if len(share.operands) > 1 else ()
+    return Saving(weight, (whole, scales)) if weight else Saving((-1,), (scales,))
 
 
 def _first(share: Share) -> int:
