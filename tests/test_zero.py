@@ -22,7 +22,7 @@ from fourfold.graph.capture import capture
 from fourfold.index import IndexSet
 from fourfold.oracle.prices import Prices
 from fourfold.oracle.stage import StagePrices
-from fourfold.plans import Mesh, Plan, lower, named, pipeline
+from fourfold.plans import Mesh, Options, Plan, lower, named, pipeline
 from fourfold.plans.actions import Fetch
 from fourfold.plans.buckets import chunks, gathered
 from fourfold.plans.layout import Layout
@@ -215,6 +215,13 @@ def test_weights_are_gathered_again_where_a_segment_is_recomputed(apart: Ranks) 
     plan = plan_of(VGG, "data", 3, 3, microbatches=2, recompute=segments)
     assert_equal(built_in(VGG).errors(plan))
     assert_equal(built_in(VGG).errors(plan, ranks=apart))
+
+
+def test_a_rank_that_saves_nothing_takes_part_when_a_segment_runs_again(apart: Ranks) -> None:
+    """Two examples on three ranks: one has none of them."""
+    options = Options(zero=3, recompute=2, microbatches=2)
+    plan = named("data", graph_of("gpt2"), ranks=3, batch=4, options=options)
+    assert_equal(built_in("gpt2").errors(plan, ranks=apart))
 
 
 @pytest.mark.parametrize("shapes", [[(3, 4), (0, 5), (7,), (2, 6)], [(1, 12)], [], [(5, 0)]])

@@ -31,14 +31,8 @@ class DividedWeights:
     came: dict[Move, Block] = field(default_factory=dict)  # waiting for the others of their message
     flights: deque[tuple[Bunch, list[Block], Block]] = field(default_factory=deque)
 
-    def reset(self) -> None:
-        """A forward or a backward begins: what nobody fetched is let go."""
-        for block in (*self.here.values(), *self.flying.values()):
-            self.heap.drop(block)
-        self.here, self.flying = {}, {}
-
     def launch(self, bunch: Bunch) -> None:
-        if any(move in self.came for move in bunch.moves):
+        if bunch.gradients:
             self._send(bunch)
             return
         self.flying[bunch.key] = self.heap.take(self._message(bunch), "exchange")

@@ -7,8 +7,9 @@ What an op keeps, which results are views, and which gradients are merely passed
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fourfold.graph.spec import item_bytes
 from fourfold.oracle import gpu
@@ -71,34 +72,36 @@ class Forward(Tape):
 
     def __post_init__(self) -> None:
         self.weights = DividedWeights(self.heap, self.rank, self.lists.messages.item, self._landed)
+        self._take: dict[type, Callable[[Any, Env], None]] = {
+            Compute: self._compute, Move: self._move, Free: self._free, Fetch: self._fetch, Launch: self._message,
+            Await: self._message, RunPasses: self._passes, RunSegment: self._segment,
+        }  # fmt: skip
         self.pieces: list[Tensor] = []  # of the passes under way, by number
         self.openings: dict[str, tuple[Block, Block]] = {}  # started exchanges of passes: results and buffers
 
     def forward(self, lists: StageList, env: Env) -> None:
         """The forward list of a size of micro-batch; what is left in the env is what the runtime has then."""
         self.lists = lists
-        self.weights.reset()
         self._run_all(lists.forward, env)
 
     def _run_all(self, actions: Sequence[Action], env: Env) -> None:
         for action in actions:
-            if isinstance(action, Compute):
-                self._compute(action, env, id(action) in self.lists.in_place)
-            elif isinstance(action, Move):
-                self._move(action, env)
-            elif isinstance(action, Free):
-                for slot in action.slots:
-                    self.heap.drop(env.pop(slot).block)
-            elif isinstance(action, Fetch):
-                env[action.move.target] = self._gathered(action, env[action.move.source])
-            elif isinstance(action, RunPasses):
-                self._passes(action, env)
-            elif isinstance(action, RunSegment):
-                self._segment(action, env)
-            elif isinstance(action, (Launch, Await)) and isinstance(action.message, Opening):
-                self._open(action.message) if isinstance(action, Launch) else self._opened(action.message, env)
-            else:
-                self.act((action,))
+            self._take[type(action)](action, env)
+
+    def _free(self, action: Free, env: Env) -> None:
+        for slot in action.slots:
+            self.heap.drop(env.pop(slot).block)
+
+    def _fetch(self, action: Fetch, env: Env) -> None:
+        env[action.move.target] = self._gathered(action, env[action.move.source])
+
+    def _message(self, action: Launch | Await, env: Env) -> None:
+        if not isinstance(action.message, Opening):
+            self.act((action,))
+        elif isinstance(action, Launch):
+            self._open(action.message)
+        else:
+            self._opened(action.message, env)
 
     def act(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -130,12 +133,13 @@ class Forward(Tape):
     def _landed(self, move: Move, shard: Block) -> None:
         self.accumulate(self.leaves[move.source], shard)
 
-    def backward(self, nodes: list[Node], actions: Sequence[Action]) -> None:
-        self.weights.reset()
-        super().backward(nodes, actions)
+    def backward_of(self, lists: StageList, nodes: list[Node], *, last: bool) -> None:
+        """The backward list of a size of micro-batch, on what its forward wrote down."""
+        self.lists = lists
+        self.backward(nodes, lists.last(self.coords) if last else lists.backward)
 
-    def _compute(self, step: Compute, env: Env, over: bool) -> None:
-        self.heap.now = step.op.path
+    def _compute(self, step: Compute, env: Env) -> None:
+        self.heap.now, over = step.op.path, id(step) in self.lists.in_place
         ins = [env[slot] for slot in step.inputs]
         facts = self._facts(step, ins, over)
         space, kept = facts.space, facts.kept

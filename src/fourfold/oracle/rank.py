@@ -285,8 +285,7 @@ class RankReplay:
                 stage.tape.accumulate(var, self.heap.hold(block))
         if held.loss is not None:
             held.loss.grad = self.heap.take(held.loss.size, "backward")
-        lists = stage.lists[self.pipeline.plan.sizes[m]]
-        stage.tape.backward(held.nodes, lists.last(stage.coords) if task.last else lists.backward)
+        stage.tape.backward_of(stage.lists[self.pipeline.plan.sizes[m]], held.nodes, last=task.last)
         for block in came:
             self.heap.drop(block)
         made = {n: t.var.grad or self.heap.take(t.bytes, "backward") for n, t in held.leaves.items() if t.var is not None}
@@ -337,7 +336,6 @@ class RankReplay:
                         var.grad = None
             else:
                 stage.tape.act((action,))
-        stage.tape.weights.reset()
 
     def _update(self, task: Task) -> None:
         self.heap.now = "optimizer"

@@ -22,7 +22,6 @@ from fourfold.plans.actions import (
     Action,
     Await,
     Back,
-    Bunch,
     Fetch,
     GatherSlices,
     Give,
@@ -134,7 +133,7 @@ class StagePrices:
                 yield self.meeting.copied("gradient_exchange", message.key, 2.0 * message.bytes)
             yield self._started(message.key, "all_reduce", message.axes, float(message.bytes))
         else:
-            self.sent += [message.key] if message in self._returns else []
+            self.sent += [message.key] if message.gradients else []
             given = zip(message.moves, message.steps, strict=True)
             size = sum(self.meeting.given(step, self.meeting.item(move.value)) for move, step in given)
             yield self._started(message.key, "all_to_all", message.axes, size)
@@ -142,16 +141,12 @@ class StagePrices:
     def _started(self, key: str, kind: Collective, axes: tuple[str, ...], size: float) -> Item:
         return self.meeting.met("gradient_exchange", key, kind, axes, size, starts=key)
 
-    @cached_property
-    def _returns(self) -> frozenset[Bunch]:
-        return frozenset(self.messages.returns)
-
     def _await(self, action: Await) -> Iterator[Item]:
         yield self._awaited(action.message.key)
         yield from self.unpacking.pop(action.message.key, ())
 
     def _limit(self, action: Limit) -> Iterator[Item]:
-        over = self.sent[: len(self.sent) - action.most]
+        over = self.sent[: max(len(self.sent) - action.most, 0)]
         if over:
             yield self._awaited(over[-1])
 

@@ -77,13 +77,13 @@ class Tape:
         self.pending = nodes
         for action in actions:
             if isinstance(action, Back):
-                if self._reached(action.step):
-                    self.act(action.before)
-                    self._run(self.pending.pop())
-                    self.act(action.after)
+                self._run_until(action.step)
+                self.act(action.before)
+                self._run(self.pending.pop())
+                self.act(action.after)
             elif isinstance(action, Rerun):
-                if self._reached(action.segment):
-                    self._run(self.pending.pop())
+                self._run_until(action.segment)
+                self._run(self.pending.pop())
             else:
                 self.act((action,))
         while self.pending:
@@ -93,13 +93,11 @@ class Tape:
         """What a list says beside backwards."""
         raise NotImplementedError
 
-    def _reached(self, source: object) -> bool:
-        """Go through what comes before the backward of a step; whether it has one."""
-        if not any(node.source is source for node in reversed(self.pending)):
-            return False
+    def _run_until(self, source: object) -> None:
+        """The backwards that come before that of a step or a segment: no list names the cutting and joining of passes, nor what
+        no gradient comes to."""
         while self.pending[-1].source is not source:
             self._run(self.pending.pop())
-        return True
 
     def _run(self, node: Node) -> None:
         self.heap.now = f"backward of {node.name}"

@@ -7,8 +7,9 @@ for each step whose backward autograd runs. `flat` turns either into one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fourfold.plans.buckets import Bucket
 from fourfold.plans.exchange import Step as ExchangeStep
@@ -18,11 +19,13 @@ from fourfold.plans.program import Compute, Move, Repeat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bunch:
-    """Divided weights (ZeRO-3) that travel in one message, or their gradients. `steps`: the exchange of each."""
+    """Divided weights (ZeRO-3) that travel in one message; or, with `gradients`, their gradients. `steps`: the exchange of
+    each."""
 
     key: str
     moves: tuple[Move, ...]
     steps: tuple[ExchangeStep, ...]
+    gradients: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -183,16 +186,25 @@ def flat(actions: Iterable[Action]) -> Iterator[Action]:
     """A list in one line: passes one after the other, what is done before and after a backward around it, segments as they
     run."""
     for action in actions:
-        if isinstance(action, Back) and (action.before or action.after):
-            yield from flat(action.before)
-            yield Back(action.step)
-            yield from flat(action.after)
-        elif isinstance(action, RunSegment):
-            yield from flat(action.actions)
-        elif isinstance(action, Rerun):
-            yield from flat(action.segment.again)
-        elif isinstance(action, RunPasses):
-            for body in action.bodies:
-                yield from flat(body)
-        else:
+        inner = _INNER.get(type(action))
+        if inner is None:
             yield action
+        else:
+            yield from inner(action)
+
+
+def _around(action: Any) -> Iterator[Action]:
+    if action.before or action.after:
+        yield from flat(action.before)
+        yield Back(action.step)
+        yield from flat(action.after)
+    else:
+        yield action
+
+
+_INNER: dict[type, Callable[[Any], Iterator[Action]]] = {
+    Back: _around,
+    RunSegment: lambda action: flat(action.actions),
+    Rerun: lambda action: flat(action.segment.again),
+    RunPasses: lambda action: flat(inner for body in action.bodies for inner in body),
+}

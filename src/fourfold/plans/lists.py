@@ -164,7 +164,8 @@ class _Forward:
 
     def __init__(self, lists: StageList) -> None:
         self.lists, self.messages = lists, lists.messages
-        self.gathers, self.prefetch = self.messages.gathers, lists.paths.policy.prefetch
+        self.prefetch = lists.paths.policy.prefetch
+        self.gathers = self.messages.gathers if self.messages.moves else ()
         self.home = {move: k for k, bunch in enumerate(self.gathers) for move in bunch.moves}
         self.moves = frozenset(move.target for move in self.messages.moves)
         self.sent, self.awaited = 0, set[int]()
@@ -235,11 +236,13 @@ class _Backward:
     """The actions of the backward of each step, from the last to the first."""
 
     def __init__(self, messages: StageMessages) -> None:
-        self.messages, self.policy, self.users = messages, messages.paths.policy, messages.users
+        self.messages, self.policy, self.backwards = messages, messages.paths.policy, messages.backwards
+        divided = bool(messages.moves)
+        self.users = messages.users if divided else ()
         self.number = {id(user): k for k, user in enumerate(self.users)}
         self.first = {move: k for k, user in reversed(list(enumerate(self.users))) for move in messages.needed[id(user)]}
-        self.home = {move: bunch for bunch in messages.refills for move in bunch.moves}
-        self.target = {move: bunch for bunch in messages.returns for move in bunch.moves}
+        self.home = {move: bunch for bunch in messages.refills for move in bunch.moves} if divided else {}
+        self.target = {move: bunch for bunch in messages.returns for move in bunch.moves} if divided else {}
         self.gathered = frozenset(move.target for move in messages.moves)
         self.sent, self.awaited = set[Bunch](), set[Bunch]()
         self.here: dict[Move, None] = {}
@@ -247,10 +250,10 @@ class _Backward:
 
     def step(self, step: Compute | Move, *, again: bool) -> Iterator[Action]:
         """`again`: it is in a segment, whose second run has its weights at hand."""
-        if id(step) not in self.messages.backwards:
+        if id(step) not in self.backwards:
             return
         if isinstance(step, Compute):
-            yield Back(step, () if again else tuple(self._refill(step)))
+            yield Back(step) if again or id(step) not in self.number else Back(step, tuple(self._refill(step)))
         else:
             yield Back(step, (), tuple(self._give(step)) if step.target in self.gathered else ())
 
@@ -260,9 +263,7 @@ class _Backward:
 
     def _refill(self, step: Compute) -> Iterator[Action]:
         """What an op's backward reads, and what those of the ops before it will."""
-        number = self.number.get(id(step))
-        if number is None:
-            return
+        number = self.number[id(step)]
         yield from self._release_spent(number)
         for user in reversed(self.users[max(number - self.policy.prefetch, 0) : number + 1]):
             for bunch in dict.fromkeys(self.home[move] for move in self.messages.needed[id(user)] if move in self.home):

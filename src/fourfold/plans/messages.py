@@ -120,7 +120,7 @@ class StageMessages:
         items, dtypes = [self.item(m.value) for m in moves], [self.dtype(m.value) for m in moves]
         groups = buckets.bunched(steps, items, dtypes, most=self.paths.policy.bunch_bytes)
         return tuple(
-            Bunch(f"{word} {k}", tuple(moves[n] for n in group), tuple(steps[n] for n in group))
+            Bunch(f"{word} {k}", tuple(moves[n] for n in group), tuple(steps[n] for n in group), back)
             for k, group in enumerate(groups)
         )
 

@@ -232,7 +232,7 @@ class _Stage:
             pairs = zip(message.moves, message.steps, strict=True)
             size = sum(self.messages.item(move.value) * step.given(self.member) for move, step in pairs)
             path = self.paths.several(message.steps, message.axes, self.member)
-            if message in self.messages.returns:
+            if message.gradients:
                 self.flying.append(message.key)
             yield Record("all_to_all", path, self._ranks(message.axes), size, message.key)
 

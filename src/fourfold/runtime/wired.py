@@ -17,13 +17,11 @@ from fourfold.runtime.world import World
 
 
 class Wired:
-    """The messages of one stage. `returns`: those that carry gradients."""
+    """The messages of one stage."""
 
-    def __init__(
-        self, bunches: Iterable[Bunch], returns: Iterable[Bunch], known: Mapping[Move, Gathered], world: World
-    ) -> None:
-        self.known, self.returns = known, frozenset(returns)
-        self.parcels = {bunch: Parcel(bunch, world) for bunch in dict.fromkeys((*bunches, *self.returns))}
+    def __init__(self, bunches: Iterable[Bunch], known: Mapping[Move, Gathered], world: World) -> None:
+        self.known = known
+        self.parcels = {bunch: Parcel(bunch, world) for bunch in dict.fromkeys(bunches)}
         self.flying: dict[Bunch, Arrived] = {}
         self.here: dict[tuple[Bunch, Move], Tensor] = {}  # weights that have arrived and were not taken yet
         self.came: dict[Move, Tensor] = {}  # gradients that wait for the others of their message
@@ -37,7 +35,7 @@ class Wired:
     def launch(self, bunch: Bunch) -> None:
         """Start a message. A weight without a gradient on this rank has gradient zero."""
         members = [self.known[move] for move in bunch.moves]
-        if bunch in self.returns:
+        if bunch.gradients:
             came = [self.came.pop(g.move, None) for g in members]
             grads = [g.shard.new_zeros(g.shape) if grad is None else grad for g, grad in zip(members, came, strict=True)]
             self.flights.append((bunch, self.parcels[bunch].launch(grads)))

@@ -86,7 +86,7 @@ class Weights:
             return Shared(list(self.known.values()), state, self.world, max(found.ring_bytes for found in messages))
         actions = (action for found in self.lists.values() for action in flat((*found.forward, *found.backward)))
         bunches = [a.message for a in actions if isinstance(a, Launch) and isinstance(a.message, Bunch)]
-        return Wired(bunches, [bunch for found in messages for bunch in found.returns], self.known, self.world)
+        return Wired([*bunches, *(bunch for found in messages for bunch in found.returns)], self.known, self.world)
 
     @property
     def kept(self) -> list[Tensor]:
