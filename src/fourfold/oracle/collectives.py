@@ -88,12 +88,14 @@ def allreduce_time(channel: Channel, size: float) -> float:
 
 
 def allgather_time(channel: Channel, size: float) -> float:
-    """(p-1) (alpha + m beta), m bytes of one rank's part. A ring.
+    """The lesser of a ring's time, (p-1) (alpha + m beta), and that of recursive doubling, ceil(log2 p) alpha + (p-1) m beta,
+    m bytes of one rank's part: libraries choose, doubling for small m on many ranks.
 
-    Source: ParaDL; Thakur et al. 2005. Wrong for small m, where recursive doubling needs log p steps; parts of unequal
-    size cost as much as the largest.
+    Source: ParaDL; Thakur et al. 2005. Parts of unequal size cost as much as the largest. Wrong on gloo for small m, which
+    always goes round; NCCL does too, but there a step of a small message takes much less than alpha.
     """
-    return _ring_time(channel, size)
+    doubling = math.ceil(math.log2(channel.ranks)) * channel.latency + (channel.ranks - 1) * size * channel.border
+    return min(_ring_time(channel, size), doubling)
 
 
 def reducescatter_time(channel: Channel, size: float) -> float:

@@ -232,7 +232,7 @@ class _Search:
         if first is None or not first.plan.stages or self._large or self._late():
             return
         self.say(f"shifting the boundaries of {len(first.plan.stages)} stages")
-        best = climbed(first, self.task.graph, partial(replayed, self.task))
+        best = climbed(first, self.task.graph, partial(replayed, self.task), self._late)
         if best is not first:
             self.found = [c for c in self.found if c is not first or c.plan.strategy != AUTO] + [best]
 
