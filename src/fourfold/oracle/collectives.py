@@ -88,20 +88,21 @@ def allreduce_time(channel: Channel, size: float) -> float:
 
 
 def allgather_time(channel: Channel, size: float) -> float:
-    """The lesser of a ring's time, (p-1) (alpha + m beta), and that of recursive doubling, ceil(log2 p) alpha + (p-1) m beta,
+    """The lesser of a ring's time, (p-1) (alpha + m beta), and that of recursive doubling, ceil(log2 p) alpha + 2 (p-1) m beta,
     m bytes of one rank's part: libraries choose, doubling for small m on many ranks.
 
-    Source: ParaDL; Thakur et al. 2005. Parts of unequal size cost as much as the largest. Wrong on gloo for small m, which
-    always goes round; NCCL does too, but there a step of a small message takes much less than alpha.
+    Doubling moves as many bytes as a ring, but not between neighbours. That its term of bytes is taken twice is an assumption:
+    it puts the switch where m beta is about alpha, the length at which a link has half its rate. Source: ParaDL; Thakur et al.
+    2005; Hockney 1994. Parts of unequal size cost as much as the largest. Wrong on gloo for small m: it always uses a ring.
     """
-    doubling = math.ceil(math.log2(channel.ranks)) * channel.latency + (channel.ranks - 1) * size * channel.border
+    doubling = math.ceil(math.log2(channel.ranks)) * channel.latency + 2 * (channel.ranks - 1) * size * channel.ring
     return min(_ring_time(channel, size), doubling)
 
 
 def reducescatter_time(channel: Channel, size: float) -> float:
     """(p-1) (alpha + m beta), m bytes of one rank's part. The first half of a ring all-reduce.
 
-    Source: Thakur et al. 2005. Wrong as the all-gather is.
+    Source: Thakur et al. 2005. Wrong for small m on many ranks, where recursive halving has fewer steps.
     """
     return _ring_time(channel, size)
 
