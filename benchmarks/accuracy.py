@@ -6,9 +6,10 @@ often, and a plan's time is the median of its steps of all rounds. Accuracy is 1
 defines it.
 
 Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the
-calibration: the pace of the machine (`fourfold.gauge.pace`) is looked at before, amid and after every run, and its steps are
-told at the pace the prediction is for. A step feels it as its parts do by prediction: kernels by their share of arithmetic,
-exchanges between hosts not at all, for there the wire sets the pace. Steps as the clock had them are kept and summed up too.
+calibration: the pace of the machine (`fourfold.calibrate.machine_speed`) is looked at before, amid and after every run, and its
+steps are told at the pace the prediction is for. A step feels it as its parts do by prediction: kernels by their share of
+arithmetic, exchanges between hosts not at all, for there the wire sets the pace. Steps as the clock had them are kept and
+summed up too.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fourfold.calibrate.calibration import calibrated
+from fourfold.calibrate.kernels import ROUNDS, Rounds, arithmetic, samples
+from fourfold.calibrate.machine_speed import felt, pace_now
+from fourfold.calibrate.measured_prices import measured_prices
+from fourfold.calibrate.robust_stats import apart
 from fourfold.cluster import Cluster, load_cluster, save_cluster
-from fourfold.gauge.calibration import calibrated
-from fourfold.gauge.kernels import ROUNDS, Rounds, arithmetic, samples
-from fourfold.gauge.measuring import measured_prices
-from fourfold.gauge.middle import apart
-from fourfold.gauge.pace import felt, pace_now
-from fourfold.oracle.estimate import Estimate, estimate
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import Estimate, estimate
 from fourfold.plans import Options, Pipeline, Plan, pipeline
-from fourfold.runtime.crew import Joined, crew, is_leader
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.train import one_step, start
+from fourfold.runs.train import one_step, start
+from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.rank_pool import Joined, crew, is_leader
+from fourfold.workload.workload import Subject, subject
 
 MODELS = {
     "vgg16-cifar": ("vgg16-cifar", 16),

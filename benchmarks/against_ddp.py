@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.graph.capture import capture
 from fourfold.plans import named
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.parallel import parallelize, signed
+from fourfold.runs.parallel import parallelize
+from fourfold.runtime.host.launch import Ranks
+from fourfold.workload.plan_inputs import signed
 
 METHOD = (
     "steps of both alternate in the same processes (one thread each, gloo), barrier before and after; medians, and the median "

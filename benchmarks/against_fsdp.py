@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.plans import named
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.parallel import parallelize, signed
+from fourfold.runs.parallel import parallelize
+from fourfold.runtime.host.launch import Ranks
+from fourfold.workload.plan_inputs import signed
 
 METHOD = (
     "steps of all contenders alternate in the same processes (one thread each, gloo), barrier before and after; medians, and "

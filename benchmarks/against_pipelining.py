@@ -17,8 +17,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.parallel import parallelize, signed
+from fourfold.runs.parallel import parallelize
+from fourfold.runtime.host.launch import Ranks
+from fourfold.workload.plan_inputs import signed
 
 METHOD = (
     "steps of all contenders alternate in the same processes (one rank per stage, one thread each, gloo), barrier before and "

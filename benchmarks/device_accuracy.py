@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from device_steps import ROWS
 
+from fourfold.calibrate.kernels import samples
 from fourfold.cluster import cluster_named
-from fourfold.gauge.kernels import samples
 from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle import prices
-from fourfold.oracle.efficiency import from_data
-from fourfold.oracle.fitting import fit, kernel_of_row
-from fourfold.oracle.kernels import Kernel
 from fourfold.oracle.predict import predict
-from fourfold.oracle.prices import KernelTime, Prices
+from fourfold.oracle.prices import prices
+from fourfold.oracle.prices.efficiency import from_data
+from fourfold.oracle.prices.fitting import fit, kernel_of_row
+from fourfold.oracle.prices.kernels import Kernel
+from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import named, pipeline
 
 RESULTS = Path(__file__).parent / "results"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.fitting import fit
+from fourfold.oracle.prices.fitting import fit
 
 
 def written(data: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Kernels of the built-in networks on one GPU: raw times from which the efficiency of a device is fitted.
 
 Every distinct local kernel of several networks at several sizes runs by itself, forward and backward, in fp32, tf32 and bf16
-(autocast's dtypes). Seconds of the device and of the host are measured apart (`fourfold.gauge.device`); `cudnn.benchmark` is
-on. Kernels come in a shuffled order, so that a run cut short by its time limit has some of every kind. `fit` in
-fourfold.oracle.efficiency makes the shipped file of the rows; sizes are others than those of `device_steps.py`.
+(autocast's dtypes). Seconds of the device and of the host are measured apart (`fourfold.calibrate.gpu_kernels`);
+`cudnn.benchmark` is on. Kernels come in a shuffled order, so that a run cut short by its time limit has some of every kind.
+`fit` in fourfold.oracle.prices.efficiency makes the shipped file of the rows; sizes are others than those of `device_steps.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fourfold.gauge.device import DeviceKernel, queued
-from fourfold.gauge.kernels import Sample, samples
+from fourfold.calibrate.gpu_kernels import DeviceKernel, queued
+from fourfold.calibrate.kernels import Sample, samples
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS

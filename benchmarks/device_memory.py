@@ -20,9 +20,9 @@ from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.memory import CUDA, memory
+from fourfold.oracle.memory.peak import CUDA, memory
 from fourfold.plans import named, pipeline
-from fourfold.plans.placement import Placement
+from fourfold.plans.spec.placement import Placement
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-15-h200-steps.json"
 GPU = Placement(hosts=(0,), devices=("gpu",))

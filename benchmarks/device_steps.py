@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from fourfold.gauge.device import DeviceKernel, queued, sum_seconds
-from fourfold.gauge.kernels import samples
+from fourfold.calibrate.gpu_kernels import DeviceKernel, queued, sum_seconds
+from fourfold.calibrate.kernels import samples
 from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
-from fourfold.oracle.fanout import gradient_sums
+from fourfold.oracle.time.gradient_accumulation import gradient_sums
 from fourfold.plans import named, pipeline
-from fourfold.plans.pipeline import Pipeline
+from fourfold.plans.lists.lowered_plan import Pipeline
 
 ROWS: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
     ("alexnet", {}, (128, 512)),

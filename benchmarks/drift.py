@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fourfold.gauge.calibration import drift
-from fourfold.runtime.crew import crew
+from fourfold.calibrate.calibration import drift
+from fourfold.runtime.rank_pool import crew
 
 WINDOW = 4.0  # seconds
 

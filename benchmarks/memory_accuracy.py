@@ -1,7 +1,7 @@
 """Predicted before, then measured: peak bytes of a training step on every rank, for every strategy on 2 and 4 local ranks.
 
-The prediction needs no run. What is measured is the peak of allocator events of a profiled step (`runtime.memory`): bytes,
-so other work on the machine does no harm. An error is a part of what was measured, less common memory of a fixed size
+The prediction needs no run. What is measured is the peak of allocator events of a profiled step (`runs.measured_memory`):
+bytes, so other work on the machine does no harm. An error is a part of what was measured, less common memory of a fixed size
 (ring, slices), which is many times what a small model needs and would hide it.
 
     python benchmarks/memory_accuracy.py                                 # all, about a quarter of an hour
@@ -23,13 +23,13 @@ from typing import Any
 from contest import write
 
 from fourfold.errors import Infeasible
-from fourfold.oracle.memory import memory
+from fourfold.oracle.memory.peak import memory
 from fourfold.plans import Options, pipeline
-from fourfold.plans.placement import Placement
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.subject import Subject, save_data, subject
-from fourfold.runtime.train import afterwards, begin
-from fourfold.runtime.trial import Task
+from fourfold.plans.spec.placement import Placement
+from fourfold.runs.comparison_run import Task, save_data
+from fourfold.runs.train import afterwards, begin
+from fourfold.runtime.host.launch import Ranks
+from fourfold.workload.workload import Subject, subject
 
 METHOD = "momentum SGD, float32, local gloo ranks of one thread; predicted, then the peak of allocator events of one step"
 OPTIMIZER = "momentum"

@@ -2,7 +2,7 @@
 
 Two network namespaces joined at `--rate`, one stage each. In the same run each stage's forward and backward of a
 micro-batch is timed (from recorded steps, waiting left out) and the boundary tensor is sent to and fro; with those numbers
-`plans.rehearse.makespan` gives both schedules' times. Needs root and iproute2 (see slow_link.py).
+`plans.spec.schedule_timing.makespan` gives both schedules' times. Needs root and iproute2 (see slow_link.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from contest import Times, compared, example, taken_turns, write
 
 from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.rehearse import makespan
-from fourfold.plans.schedule import schedule_named
+from fourfold.plans.spec.schedule import schedule_named
+from fourfold.plans.spec.schedule_timing import makespan
 from fourfold.reproduce.hosts import hosts
-from fourfold.runtime.parallel import Parallel, parallelize, signed
+from fourfold.runs.parallel import Parallel, parallelize
+from fourfold.workload.plan_inputs import signed
 
 METHOD = (
     "two network namespaces joined by tc tbf at the rate given, one rank and one stage each, one thread; steps of both "

@@ -20,8 +20,8 @@ from pathlib import Path
 from fourfold.cli.options import setting, settle
 from fourfold.planner import Task, search
 from fourfold.planner.search import replayed
-from fourfold.planner.split_search import Found, Splitting
-from fourfold.runtime.subject import subject
+from fourfold.planner.splits.split_search import Found, Splitting
+from fourfold.workload.workload import subject
 
 FOLDER = Path(__file__).parent / "results"
 TIMES = 3

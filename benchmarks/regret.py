@@ -23,17 +23,17 @@ from pathlib import Path
 from accuracy import MODELS, OPTIMIZER, calibrate, parser, say
 from scipy.stats import binom
 
+from fourfold.calibrate.measured_prices import timing
 from fourfold.cluster import load_cluster
-from fourfold.gauge.measuring import timing
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Task, search
 from fourfold.plans import Plan, load_plan, save_plan
 from fourfold.reproduce.hosts import hosts
-from fourfold.runtime.crew import Joined, crew, is_leader
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.train import NOW, one_step, start
+from fourfold.runs.train import NOW, one_step, start
+from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.rank_pool import Joined, crew, is_leader
+from fourfold.workload.workload import Subject, subject
 
 PLACES = {"2": "", "4": "", "1gbit": "1gbit", "100mbit": "100mbit"}
 NAMES = ("vgg16-cifar", "resnet50", "unet3d", "gpt2")

@@ -21,16 +21,16 @@ from pathlib import Path
 
 from accuracy import FOLDER, MODELS, PLACES, made, predicted
 
+from fourfold.calibrate.calibration import calibrated
+from fourfold.calibrate.collectives import FULL, Effort
+from fourfold.calibrate.kernel_table import add_kernels
+from fourfold.calibrate.kernels import samples_of
+from fourfold.calibrate.measured_prices import here
 from fourfold.cluster import Cluster
 from fourfold.cluster.cache import cache_folder
-from fourfold.gauge.calibration import calibrated
-from fourfold.gauge.collectives import FULL, Effort
-from fourfold.gauge.kernels import samples_of
-from fourfold.gauge.measuring import here
-from fourfold.oracle.table import add_kernels
 from fourfold.plans import pipeline
-from fourfold.runtime.crew import crew
-from fourfold.runtime.subject import subject
+from fourfold.runtime.rank_pool import crew
+from fourfold.workload.workload import subject
 
 PLANS = ("data", "filter", "spatial", "fsdp", "1f1b-so")
 

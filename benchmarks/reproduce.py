@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from fourfold.cli.reproduce import PAPERS
-from fourfold.report.reproduction import summary
+from fourfold.report.page.reproduction import summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "reproduce"

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.graph.capture import capture
-from fourfold.models.spec import Case
 from fourfold.plans import Mesh, Plan
-from fourfold.plans.plan import Stage
-from fourfold.runtime.reference import Reference
-from fourfold.runtime.subject import Subject
-from fourfold.runtime.verify import Verdict, verify
+from fourfold.plans.spec.plan import Stage
+from fourfold.runs.reference import Reference
+from fourfold.runs.verify import Verdict, verify
+from fourfold.workload.model_text import Case
+from fourfold.workload.workload import Subject
 from ranks import pool
 from small import example, graph_of
 

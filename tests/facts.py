@@ -11,7 +11,7 @@ from typing import Any
 from fourfold.cluster import cluster_named
 from fourfold.graph import Graph
 from fourfold.oracle.predict import predict
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.prices.prices import Prices
 from fourfold.plans import named, pipeline
 
 

@@ -14,9 +14,9 @@ import torch
 
 from fourfold.errors import Infeasible
 from fourfold.plans import Program, lower
-from fourfold.runtime.reference import Reference
-from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.verify import Verdict, verify
+from fourfold.runs.reference import Reference
+from fourfold.runs.verify import Verdict, verify
+from fourfold.workload.workload import Subject, subject
 from ranks import close_pools, pool
 
 PAGE = Path(__file__).parents[1] / "docs" / "foreign-models.md"

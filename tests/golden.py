@@ -22,12 +22,12 @@ from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import capture
-from fourfold.models.spec import build
-from fourfold.oracle.figures import Setting
+from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.predict import predict
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Task, search
 from fourfold.plans import Options, Plan, named, pipeline
+from fourfold.workload.model_text import build
 
 TABLE = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-9  # relative

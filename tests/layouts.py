@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.index import IndexSet
-from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.own import Own
+from fourfold.plans.layout.exchange import Exchange
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.layout.ownership import Own
 
 Array = NDArray[Any]
 

@@ -25,9 +25,9 @@ from fourfold.errors import Error
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.plans import Plan, lower
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.program import Compute, Program
-from fourfold.runtime.compare import worst_error
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lowering.program import Compute, Program
+from fourfold.runs.compare import worst_error
 from ranks import Job, Outcome, joined, run_job, run_jobs
 
 TOLERANCE = 1e-9

@@ -28,17 +28,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import Cluster, cluster_text, load_cluster, preset_names
 from fourfold.errors import Error
 from fourfold.files import json_text
 from fourfold.graph import Graph
-from fourfold.graph.files import graph_data, graph_from
+from fourfold.graph.graph_file import graph_data, graph_from
 from fourfold.oracle.predict import predict
-from fourfold.oracle.table import known_prices
 from fourfold.plans import Options, Plan, named, pipeline
-from fourfold.plans.files import plan_data, read_plan
+from fourfold.plans.spec.plan_file import plan_data, read_plan
 from fourfold.report.clusters import cluster_record
-from fourfold.report.page import assembled
+from fourfold.report.page.page import assembled
 from fourfold.report.runs import read_run
 
 SECONDS, BYTES = 5.0, 2**30

@@ -292,10 +292,10 @@ def case(row: str) -> tuple[nn.Module, Inputs, tuple[Tensor, ...], Loss]:
 
 def verified(row: Row, strategy: str = "data") -> Outcome:
     """What `verify` says of a row: the capture against eager first, as the command does."""
-    from fourfold.runtime.faithful import refuse_unfaithful
-    from fourfold.runtime.reference import Reference
-    from fourfold.runtime.subject import subject
-    from fourfold.runtime.verify import verify
+    from fourfold.runs.capture_check import refuse_unfaithful
+    from fourfold.runs.reference import Reference
+    from fourfold.runs.verify import verify
+    from fourfold.workload.workload import subject
 
     try:
         with warnings.catch_warnings():

@@ -24,24 +24,25 @@ from torch import Tensor
 
 from fourfold.errors import WorkerFailed
 from fourfold.graph import Graph
-from fourfold.plans import Plan, lower, paths
-from fourfold.plans.layout import Layout
-from fourfold.plans.lists import StageList
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.messages import StageMessages
-from fourfold.plans.placement import Placement
-from fourfold.plans.policy import DEFAULT
-from fourfold.plans.program import Program
-from fourfold.runtime import pipeline as pipeline_module
-from fourfold.runtime import wire
-from fourfold.runtime import world as world_module
-from fourfold.runtime.exchange import put
-from fourfold.runtime.execute import Executor
-from fourfold.runtime.journal import Journal
+from fourfold.plans import Plan, lower
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists import paths
+from fourfold.plans.lists.messages import StageMessages
+from fourfold.plans.lists.stage_list import StageList
+from fourfold.plans.lowering.program import Program
+from fourfold.plans.spec.placement import Placement
+from fourfold.plans.spec.policy import DEFAULT
+from fourfold.runs.initial_tensors import cut
+from fourfold.runtime.comm import gloo_p2p
+from fourfold.runtime.comm import world as world_module
+from fourfold.runtime.comm.exchange import put
+from fourfold.runtime.comm.journal import Journal
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.execution import runner as pipeline_module
+from fourfold.runtime.execution.executor import Executor
+from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.materialise import cut
-from fourfold.runtime.world import World
 
 _POOLS: dict[int, Ranks] = {}
 _WORLDS: dict[Mesh, World] = {}
@@ -209,10 +210,10 @@ def run_job(job: Job) -> Share:
 
 def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
     """On a rank: a function as if every rank had its own host and all messages were large; and whether any travelled so."""
-    flights: list[wire.Flight] = []
-    begin = wire.Flight.__init__
+    flights: list[gloo_p2p.Flight] = []
+    begin = gloo_p2p.Flight.__init__
 
-    def counted(self: wire.Flight, *rest: Any) -> None:
+    def counted(self: gloo_p2p.Flight, *rest: Any) -> None:
         flights.append(self)
         begin(self, *rest)
 
@@ -221,7 +222,7 @@ def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(paths, "DIRECT_ELEMENTS", 1))
-        stack.enter_context(patch.object(wire.Flight, "__init__", counted))
+        stack.enter_context(patch.object(gloo_p2p.Flight, "__init__", counted))
         for module in (world_module, pipeline_module):
             stack.enter_context(patch.object(module, "running_placement", placement))
         return function(*arguments), len(flights) > 0

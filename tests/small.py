@@ -18,10 +18,10 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
 from fourfold.plans import Plan, Program, lower, named
-from fourfold.runtime.compare import worst_error
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.train import Trainer
-from fourfold.runtime.trial import Task, Trial, load_trial, run_task
+from fourfold.runs.compare import worst_error
+from fourfold.runs.comparison_run import Task, Trial, load_trial, run_task
+from fourfold.runs.train import Trainer
+from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 
 torch.set_num_threads(1)  # as the ranks have; on busy cores small kernels only wait for more

@@ -15,9 +15,9 @@ from fourfold.graph import Graph, Op, Ref, Size, TensorSpec
 from fourfold.graph.capture import capture, mean_square
 from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, lower, named
-from fourfold.plans.additive import MicroLoss, microbatched
-from fourfold.runtime.execute import Executor
-from fourfold.runtime.world import World
+from fourfold.plans.lowering.additive_loss import MicroLoss, microbatched
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.execution.executor import Executor
 from ranks import Job, lists_of, run_jobs, stepped
 from small import SMALL, batch_of, graph_of
 

@@ -1,5 +1,5 @@
 """What a run does is what its lists say: every message (kind, way, group, bytes), every fetch and release of a divided weight
-and every update that the ranks write down in a step, in order, against `plans.records`; on ranks that share memory and on
+and every update that the ranks write down in a step, in order, against `plans.lists.records`; on ranks that share memory and on
 ranks that do not.
 
 `python tests/test_agreement.py` compares all plans and counts; a part of them stands in the suite.
@@ -24,14 +24,15 @@ from torch import Tensor, nn
 
 from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named, pipeline
-from fourfold.plans import paths as paths_module
-from fourfold.plans.pipeline import Pipeline
-from fourfold.plans.placement import Placement
-from fourfold.plans.policy import DEFAULT, Policy
-from fourfold.plans.records import Record, records
+from fourfold.plans.lists import paths as paths_module
+from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.records import Record, records
+from fourfold.plans.spec.placement import Placement
+from fourfold.plans.spec.policy import DEFAULT, Policy
+from fourfold.runs.comparison_run import Task, runner
+from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.trial import Task, optimizer_named, runner
 from ranks import close_pools, pool
 from small import SMALL, Subject, batch_of, built_in, graph_of, subject
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 SIMULATE = ["simulate", SMALL, "--cluster", "abci"]

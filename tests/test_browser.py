@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.scaling import Study
 from fourfold.planner import Task, search
-from fourfold.planner.grid import grid
-from fourfold.report.page import page as written
+from fourfold.planner.what_if import grid
+from fourfold.report.page.page import page as written
 from fourfold.report.runs import Run
 from small import batch_of, graph_of
 

@@ -16,8 +16,8 @@ from fourfold.graph import Graph, Size
 from fourfold.graph.capture import Inputs, capture, mean_square
 from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, lower, named
-from fourfold.runtime.execute import Executor
-from fourfold.runtime.world import World
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.execution.executor import Executor
 from ranks import lists_of, stepped
 from small import SMALL
 

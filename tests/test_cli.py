@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.cli.door import run
-from fourfold.models.material import materialise
-from fourfold.models.spec import build
+from fourfold.cli.main import run
 from fourfold.plans import load_plan
 from fourfold.report.runs import read_run
+from fourfold.workload.materialise import materialise
+from fourfold.workload.model_text import build
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 FACTORIES = '''
@@ -74,7 +74,7 @@ def record(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
 
 def test_help_does_not_load_torch() -> None:
     script = (
-        "import sys; from fourfold.cli.door import run\n"
+        "import sys; from fourfold.cli.main import run\n"
         "code = run(['plan', '--help']); sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -204,8 +204,8 @@ def test_a_schedule_is_shown_as_far_as_it_fits(capsys: pytest.CaptureFixture[str
 def test_an_unequal_run_exits_with_one(
     record: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fourfold.runtime.verify.TIGHT", 1e-30)  # two ranks add in another order than one
-    monkeypatch.setattr("fourfold.runtime.verify.DRIFT", 0.0)
+    monkeypatch.setattr("fourfold.runs.verify.TIGHT", 1e-30)  # two ranks add in another order than one
+    monkeypatch.setattr("fourfold.runs.verify.DRIFT", 0.0)
     found = record("verify", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "1", code=1)
     assert found["equal"] is False
     assert found["worst"]["error"] > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.cluster import cluster_named, load_cluster, preset_names
 
 PAGE = Path(__file__).parent.parent / "docs" / "clusters.md"
@@ -87,6 +87,6 @@ def test_the_page_names_every_preset_key() -> None:
 
 
 def test_clusters_does_not_load_torch() -> None:
-    script = "import sys; from fourfold.cli.door import run\nsys.exit(run(['clusters', '--json']) or 'torch' in sys.modules)"
+    script = "import sys; from fourfold.cli.main import run\nsys.exit(run(['clusters', '--json']) or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

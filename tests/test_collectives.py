@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Waits, preset
-from fourfold.oracle.collectives import FORMULAS, collective_cost, measured_cost, neighbour_time, waiting
-from fourfold.oracle.curves import reading, rising
-from fourfold.oracle.traffic import ALONE, Channel, Groups, traffic
+from fourfold.oracle.prices.collectives import FORMULAS, collective_cost, measured_cost, neighbour_time, waiting
+from fourfold.oracle.prices.curves import reading, rising
+from fourfold.oracle.prices.traffic import ALONE, Channel, Groups, traffic
 
 MB = 1e6
 ABCI, DGX = preset("abci"), preset("dgx-h100")

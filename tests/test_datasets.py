@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.errors import InvalidInput
-from fourfold.runtime.datasets import dataset
-from fourfold.runtime.subject import subject
-from fourfold.runtime.train import Trainer
+from fourfold.runs.datasets import dataset
+from fourfold.runs.train import Trainer
+from fourfold.workload.workload import subject
 
 MODEL = "vgg16-cifar,width=64,channels=8"
 

@@ -15,10 +15,10 @@ from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.machine import CPU, CUDA
-from fourfold.oracle.memory import memory
+from fourfold.oracle.memory.device_rules import CPU, CUDA
+from fourfold.oracle.memory.peak import memory
 from fourfold.plans import named, pipeline
-from fourfold.plans.placement import Placement
+from fourfold.plans.spec.placement import Placement
 
 MEASURED = json.loads((Path(__file__).parents[1] / "benchmarks/results/2026-11-15-h200-steps.json").read_text())["rows"]
 MEAN, UNDER = 0.04, 0.03

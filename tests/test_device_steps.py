@@ -13,8 +13,8 @@ from fourfold.cluster import cluster_named
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.estimate import estimate
-from fourfold.oracle.prices import KernelTime, Prices
+from fourfold.oracle.prices.prices import KernelTime, Prices
+from fourfold.oracle.time.estimate import estimate
 from fourfold.plans import named, pipeline
 
 RAW = Path(__file__).parents[1] / "benchmarks/results/2026-11-18-h200-steps.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.plans.schedule import SCHEDULES
+from fourfold.plans.spec.schedule import SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.errors import InvalidInput
-from fourfold.models.spec import build
-from fourfold.runtime.scratch import path_of, temporary_file, temporary_paths
-from fourfold.runtime.subject import save_data
+from fourfold.runs.comparison_run import save_data
+from fourfold.runtime.host.scratch import path_of, temporary_file, temporary_paths
+from fourfold.workload.model_text import build
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 LOUD = """

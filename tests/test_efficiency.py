@@ -8,13 +8,13 @@ import pytest
 
 from fourfold.cluster import cluster_named
 from fourfold.graph.spec import TensorSpec
-from fourfold.oracle.efficiency import ARITHMETIC, family_of, features, format_of, from_data, shipped
-from fourfold.oracle.estimate import estimate
-from fourfold.oracle.fanout import gradient_sums
-from fourfold.oracle.fitting import fit
-from fourfold.oracle.kernels import Kernel
-from fourfold.oracle.prices import KernelTime, Prices
-from fourfold.oracle.stage import StagePrices
+from fourfold.oracle.prices.efficiency import ARITHMETIC, family_of, features, format_of, from_data, shipped
+from fourfold.oracle.prices.fitting import fit
+from fourfold.oracle.prices.kernels import Kernel
+from fourfold.oracle.prices.prices import KernelTime, Prices
+from fourfold.oracle.time.estimate import estimate
+from fourfold.oracle.time.gradient_accumulation import gradient_sums
+from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans import Pipeline, named, pipeline
 from small import batch_of, graph_of
 

@@ -23,10 +23,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fourfold.index import IndexSet
-from fourfold.plans.exchange import Exchange, Step, transfers
-from fourfold.plans.layout import Layout
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.own import Own
+from fourfold.plans.layout.exchange import Exchange, Step, transfers
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.layout.ownership import Own
 from layouts import Array, assembled, case, definition, pairing, valid, whole_box
 
 laws = settings(max_examples=200, deadline=None)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fourfold.index import IndexSet
-from fourfold.plans.exchange import Exchange
-from fourfold.plans.layout import Layout
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.own import Own
-from fourfold.runtime import exchange as runtime
+from fourfold.plans.layout.exchange import Exchange
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.layout.ownership import Own
+from fourfold.runtime.comm import exchange as runtime
 from layouts import Array, case, definition, pairing, valid
 from ranks import between_hosts, pool, world_of
 

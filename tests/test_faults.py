@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from faults import Fault, inject
 from fourfold.errors import WorkerFailed
-from fourfold.runtime.board import shared_memory
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.processes import is_alive
+from fourfold.runtime.comm.shared.memory import shared_memory
+from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.processes import is_alive
 from ranks import pool
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are looked at through /proc")
@@ -79,7 +79,7 @@ def test_ranks_started_by_a_thread_outlive_it() -> None:
 
 COMPUTING = """
 import os, sys, threading
-from fourfold.runtime.launch import Ranks
+from fourfold.runtime.host.launch import Ranks
 def forever():
     print(os.getpid(), flush=True)
     import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 
 SMALL = "gpt2,layers=2,width=48,heads=6,length=16,vocabulary=101"
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fourfold import files
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.cluster.cache import calibration_file
 from fourfold.errors import InvalidInput
 from fourfold.files import MOST_BYTES, parsed_json, read_text, write_file
@@ -241,7 +241,7 @@ def calls() -> Iterator[tuple[str, ast.Call, str]]:
 
 
 WRITERS = ("files.py",)
-SCRATCH = ("runtime/board.py", "reproduce/hosts.py")  # shared memory, and what children say while they run
+SCRATCH = ("runtime/comm/shared/memory.py", "reproduce/hosts.py")  # shared memory, and what children say while they run
 
 
 def test_files_are_written_in_one_place() -> None:

@@ -16,9 +16,9 @@ from foreign_table import foreign as case
 from fourfold.graph.capture import capture
 from fourfold.models.example import Example
 from fourfold.plans import lower, named
-from fourfold.runtime.reference import EAGER, PROGRAM, Reference, eager_trial
-from fourfold.runtime.trial import Task, run_trial
-from fourfold.runtime.verify import verify
+from fourfold.runs.comparison_run import Task, run_trial
+from fourfold.runs.reference import EAGER, PROGRAM, Reference, eager_trial
+from fourfold.runs.verify import verify
 from ranks import close_pools, pool
 
 MISSING = [name for name in ("monai", "transformers") if find_spec(name) is None]

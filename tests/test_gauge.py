@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
+from fourfold.calibrate import calibration
+from fourfold.calibrate.calibration import AT_ONCE, Progress, _SoFar, calibrated, drift, requests
+from fourfold.calibrate.collectives import Effort, Found, measured, rates, waited
+from fourfold.calibrate.kernel_table import add_kernels, load_kernels
+from fourfold.calibrate.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, looked_at, samples, timed
+from fourfold.calibrate.machine_speed import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
+from fourfold.calibrate.measured_prices import check_here, foretold, here
+from fourfold.calibrate.robust_stats import middle, strays
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_calibration, save_cluster
 from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.errors import InvalidInput
-from fourfold.gauge import calibration
-from fourfold.gauge.calibration import AT_ONCE, Progress, _SoFar, calibrated, drift, requests
-from fourfold.gauge.collectives import Effort, Found, measured, rates, waited
-from fourfold.gauge.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, looked_at, samples, timed
-from fourfold.gauge.measuring import check_here, foretold, here
-from fourfold.gauge.middle import middle, strays
-from fourfold.gauge.pace import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
 from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.predict import predict
-from fourfold.oracle.prices import KernelTime, Prices
-from fourfold.oracle.table import add_kernels, load_kernels
+from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import Pipeline, named, pipeline
-from fourfold.runtime.launch import Ranks
+from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 from small import graph_of
 
@@ -211,7 +211,7 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
     known = load_kernels(here(cluster_named("local", devices=2)).measured.kernels)
     assert not samples(lowered("filter"), {}, known), "all are in the table"
     assert all(time.busy >= 1.0 and time.forward > 0 for time in known.values())
-    monkeypatch.setattr("fourfold.gauge.measuring.timed", None)  # must not be needed again
+    monkeypatch.setattr("fourfold.calibrate.measured_prices.timed", None)  # must not be needed again
     assert told().estimate.step_seconds == found.estimate.step_seconds
 
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, Program, lower, named
-from fourfold.plans import buckets as plans
-from fourfold.plans.buckets import Bucket, Gradient
-from fourfold.plans.policy import DEFAULT
-from fourfold.plans.program import Move, Repeat
-from fourfold.runtime.execute import Executor
-from fourfold.runtime.gradients import Gradients
-from fourfold.runtime.materialise import cut
+from fourfold.plans.lists import comm_batches as plans
+from fourfold.plans.lists.comm_batches import Bucket, Gradient
+from fourfold.plans.lowering.program import Move, Repeat
+from fourfold.plans.spec.policy import DEFAULT
+from fourfold.runs.initial_tensors import cut
+from fourfold.runtime.comm.gradient_buckets import Gradients
+from fourfold.runtime.execution.executor import Executor
 from ranks import lists_of, pool, stepped, world_of
 from small import Subject, assert_equal, subject
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from facts import facts
 from fourfold.cluster import Cluster, cluster_named
 from fourfold.oracle.predict import Prediction, predict
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.prices.prices import Prices
 from fourfold.plans import Pipeline, named, pipeline
 from small import batch_of, graph_of
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.index import IndexSet
-from fourfold.plans.layout import Layout
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.own import Own, concatenated, joined
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.layout.ownership import Own, concatenated, joined
 
 laws = settings(max_examples=100, deadline=None)
 MESH = Mesh.of(a=2, b=3, c=2)

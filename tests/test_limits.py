@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fourfold.cluster import COLLECTIVES, Cluster, Curve, Measured, Waits, cluster_named, local
-from fourfold.oracle.finding import Finding
-from fourfold.oracle.kernels import kernel_of
-from fourfold.oracle.limits import reserved
+from fourfold.oracle.findings.finding import Finding
+from fourfold.oracle.findings.limits import reserved
 from fourfold.oracle.predict import Prediction, predict
-from fourfold.oracle.prices import KernelTime, Prices
+from fourfold.oracle.prices.kernels import kernel_of
+from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import Options, Pipeline, named, pipeline
 from small import graph_of
 

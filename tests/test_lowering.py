@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fourfold.errors import Error
 from fourfold.graph.capture import capture
 from fourfold.plans import Program, lower, named
-from fourfold.plans.layout import Layout
-from fourfold.plans.program import Compute, Move, Repeat, Step
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lowering.program import Compute, Move, Repeat, Step
 from ranks import Job, run_jobs
 from small import SMALL, assert_equal, graph_of, planned, subject
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from fourfold.plans import Options
+from fourfold.runs.comparison_run import Task, runner
+from fourfold.runs.measure import measure
+from fourfold.runs.measured_memory import held_bytes
+from fourfold.runs.train import History, train
+from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.execution.recompute import recomputed
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.measure import measure
-from fourfold.runtime.memory import held_bytes
-from fourfold.runtime.recompute import recomputed
-from fourfold.runtime.subject import Subject, stored_tensors, subject
-from fourfold.runtime.train import History, train
-from fourfold.runtime.trial import Task, optimizer_named, runner
 from fourfold.timeline import Event, Timeline
+from fourfold.workload.workload import Subject, stored_tensors, subject
 from ranks import pool
 
 SMALL = "vgg16-cifar,batch=8,width=32,channels=8"

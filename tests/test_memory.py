@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fourfold.runtime.memory import held_bytes, measured_peak
+from fourfold.runs.measured_memory import held_bytes, measured_peak
 from ranks import pool
 
 N = 10_000

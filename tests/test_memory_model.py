@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.memory import CPU, CUDA, Machine, Memory, memory
+from fourfold.oracle.memory.peak import CPU, CUDA, Machine, Memory, memory
 from fourfold.oracle.predict import predict
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.prices.prices import Prices
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.lifetimes import frees, overwriting, reads, writes
-from fourfold.plans.pipeline import Pipeline, pipeline
-from fourfold.plans.placement import Placement
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.trial import Task
+from fourfold.plans.lists.lowered_plan import Pipeline, pipeline
+from fourfold.plans.lowering.lifetimes import frees, overwriting, reads, writes
+from fourfold.plans.spec.placement import Placement
+from fourfold.runs.comparison_run import Task
+from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 from small import SMALL, batch_of, example, graph_of, observed
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fourfold as ff
 from fourfold.errors import CaptureFailed, Infeasible, Notice
 from fourfold.graph.capture import capture
-from fourfold.runtime.parallel import Parallel
+from fourfold.runs.parallel import Parallel
 
 
 class Tripled(torch.autograd.Function):
@@ -297,7 +297,7 @@ def test_the_eager_steps_leave_weights_gradients_and_random_states_as_they_were(
 
 
 def test_a_model_past_the_budget_is_not_compared_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.runtime.faithful.MOST_FLOPS", 10)
+    monkeypatch.setattr("fourfold.runs.capture_check.MOST_FLOPS", 10)
     with pytest.warns(Notice, match=r"not compared with eager PyTorch: forward takes .* FLOPs, at most 1e\+01"):
         parallel(nn.Linear(4, 4), [torch.randn(6, 4)])
 

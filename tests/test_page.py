@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.cluster import cluster_named
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, Task, search
-from fourfold.planner.grid import Grid, Point, grid
-from fourfold.report.page import EXCHANGES, assembled, page
+from fourfold.planner.what_if import Grid, Point, grid
+from fourfold.report.page.page import EXCHANGES, assembled, page
 from small import batch_of, graph_of
 
 CLUSTER, DEVICES = "ethernet-10g", 4

@@ -8,10 +8,10 @@ import pytest
 
 from fourfold.cluster import cluster_named
 from fourfold.errors import Infeasible, InvalidInput
-from fourfold.oracle.formulas import Inputs, Wire, project
-from fourfold.oracle.layers import Layer, layers_of
-from fourfold.oracle.paradl import inputs_of, project_named, projected
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.paradl.formulas import Inputs, Wire, project
+from fourfold.oracle.paradl.layers import Layer, layers_of
+from fourfold.oracle.paradl.projection import inputs_of, project_named, projected
+from fourfold.oracle.prices.prices import Prices
 from fourfold.plans import Options, named
 from small import graph_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.errors import InvalidInput
-from fourfold.runtime.launch import Ranks
+from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 
 

@@ -16,12 +16,12 @@ import fourfold as ff
 from awkward import NETS, Alone, Judge, built_in, net
 from fourfold.errors import WorkerFailed
 from fourfold.plans import Options, named
-from fourfold.plans.pipeline import UNTIMED
-from fourfold.plans.plan import Segment
-from fourfold.plans.schedule import schedule_named
-from fourfold.plans.stages import cut
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.reference import EAGER
+from fourfold.plans.lists.lowered_plan import UNTIMED
+from fourfold.plans.lowering.stages import cut
+from fourfold.plans.spec.plan import Segment
+from fourfold.plans.spec.schedule import schedule_named
+from fourfold.runs.reference import EAGER
+from fourfold.runtime.host.launch import Ranks
 from fourfold.timeline import Timeline
 from ranks import pool
 from small import batch_of

@@ -11,8 +11,8 @@ import pytest
 
 from fourfold.errors import Infeasible, InvalidInput, StalePlan
 from fourfold.plans import Mesh, Plan, load_plan, lower, named, save_plan
-from fourfold.plans.files import VERSION, plan_data
-from fourfold.plans.plan import Passes, matches
+from fourfold.plans.spec.plan import Passes, matches
+from fourfold.plans.spec.plan_file import VERSION, plan_data
 from small import assert_equal, batch_of, built_in, graph_of
 
 VGG = "vgg16-cifar"

@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from fourfold.cli.door import run
+from fourfold.calibrate.measured_prices import ONCE, measured_prices
+from fourfold.cli.main import run
 from fourfold.cluster import Curve, Measured, cluster_named, local
 from fourfold.errors import InvalidInput
-from fourfold.gauge.measuring import ONCE, measured_prices
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Candidate, Ranking, Task, search
 from fourfold.planner.explain import _against, explained, faster, roomier
-from fourfold.planner.knots import knots
 from fourfold.planner.search import TIE, alike
-from fourfold.planner.solve import solve
-from fourfold.planner.split_search import Splitting
+from fourfold.planner.splits.solve import solve
+from fourfold.planner.splits.split_groups import knots
+from fourfold.planner.splits.split_search import Splitting
 from fourfold.plans import Mesh, Plan
-from fourfold.plans.stages import cut
+from fourfold.plans.lowering.stages import cut
 from fourfold.report.explain import _why_not
 from ranks import pool
 from small import SMALL, assert_equal, batch_of, built_in, graph_of
@@ -259,7 +259,7 @@ def test_plans_found_for_any_cluster_give_the_numbers_of_one_device(name: str) -
 
 
 def test_axes_are_called_by_what_is_split_over_them() -> None:
-    from fourfold.planner.split_search import emitted
+    from fourfold.planner.splits.split_search import emitted
 
     rules = (("a", {"x": "batch", "y": "domain:0"}), ("b", {"x": "batch", "y": "replicate"}))
     plan = emitted(graph_of("unet3d"), 4, Mesh.of(x=2, y=2), rules)

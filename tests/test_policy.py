@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from fourfold.cluster import Cluster, cluster_named, local
 from fourfold.errors import InvalidInput
 from fourfold.graph.capture import capture
-from fourfold.oracle.estimate import estimate
-from fourfold.oracle.memory import memory
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.memory.peak import memory
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import estimate
 from fourfold.plans import Mesh, Options, Plan, load_plan, named, pipeline, save_plan
-from fourfold.plans.files import plan_data
-from fourfold.plans.placement import Placement
-from fourfold.plans.policy import BOUNDS, DEFAULT, Policy
-from fourfold.plans.records import Record, records
+from fourfold.plans.lists.records import Record, records
+from fourfold.plans.spec.placement import Placement
+from fourfold.plans.spec.plan_file import plan_data
+from fourfold.plans.spec.policy import BOUNDS, DEFAULT, Policy
 from ranks import pool
 from small import Subject, batch_of, built_in, graph_of, subject
 from test_agreement import apart, close_apart, recorded

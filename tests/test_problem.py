@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fourfold.planner.milp import proven
-from fourfold.planner.problem import Problem
-from fourfold.planner.solve import solve
+from fourfold.planner.splits.problem import Problem
+from fourfold.planner.splits.solve import solve
 
 CASES = 200
 

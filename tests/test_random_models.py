@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fourfold.cluster import Cluster, cluster_named, local
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, Task, search
 from fourfold.planner.explain import faster, roomier
 from fourfold.plans import Plan

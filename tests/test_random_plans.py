@@ -15,7 +15,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Mesh, Plan, lower
-from fourfold.runtime.compare import worst_error
+from fourfold.runs.compare import worst_error
 from ranks import Job, Outcome, run_jobs
 
 BATCH = 3

@@ -8,11 +8,11 @@ import pytest
 
 from fourfold.cluster import cluster_named, local
 from fourfold.errors import Infeasible
-from fourfold.oracle.estimate import estimate
-from fourfold.oracle.prices import Prices
-from fourfold.oracle.replay import Lane, Machine, Replay, Work
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import estimate
+from fourfold.oracle.time.replay import Lane, Machine, Replay, Work
 from fourfold.plans import Options, Pipeline, named, pipeline
-from fourfold.plans.pipeline import UNTIMED, Task
+from fourfold.plans.lists.lowered_plan import UNTIMED, Task
 from small import batch_of, graph_of
 
 NAMES = ("vgg16-cifar", "gpt2", "unet3d")

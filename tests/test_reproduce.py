@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.cli.reproduce import PAPERS
 from fourfold.reproduce import bapipe, paradl, splitbrain
 from fourfold.reproduce.integrated import ALEXNET, crossover, formulas

@@ -1,7 +1,9 @@
-"""The arrows between rooms point one way, torch stays in its rooms, and only `cli` prints or exits.
+"""The arrows between rooms point one way, torch stays in its rooms, thought touches no files, clock or environment, and only
+`cli` prints or exits.
 
-A room is a package or module directly under `fourfold`. Imports are read from the source, those inside
-functions and under TYPE_CHECKING included: a dependency is one wherever it is written.
+A room is a module, or a package without the rooms inside it: the longest name of MAY_IMPORT that begins a module's name.
+Imports are read from the source, those inside functions and under TYPE_CHECKING included: a dependency is one wherever it is
+written.
 """
 
 import ast
@@ -16,8 +18,17 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "fourfold"
 
 VALUES = {"errors", "units", "timeline", "index", "files", "table", "optimizers"}
-THOUGHT = VALUES | {"graph", "ops", "plans"}
-ALL = THOUGHT | {"models", "cluster", "oracle", "planner", "runtime", "gauge", "reproduce", "report"}
+LAYOUT = VALUES | {"plans.layout"}
+PROGRAM = LAYOUT | {"graph", "ops", "plans.spec", "plans.lowering"}
+PLANS = PROGRAM | {"plans", "plans.strategies", "plans.lists"}
+PRICES = PLANS | {"cluster", "oracle.prices"}
+ORACLE = PRICES | {"oracle", "oracle.time", "oracle.memory", "oracle.findings", "oracle.paradl"}
+PLANNER = ORACLE | {"planner", "planner.search_task", "planner.splits", "planner.stages"}
+WORKLOAD = PLANS | {"cluster", "models", "workload"}
+MESSAGES = PLANS | {"runtime.host", "runtime.comm"}
+RUNTIME = MESSAGES | {"runtime", "runtime.zero", "runtime.kernels", "runtime.execution"}
+WORLD = RUNTIME | WORKLOAD | {"runs", "calibrate"}
+ALL = PLANNER | WORLD | {"report", "report.page", "reproduce"}
 DOOR = "__init__"  # fourfold/__init__.py, which looks its names up lazily
 
 MAY_IMPORT = {
@@ -25,31 +36,64 @@ MAY_IMPORT = {
     "models": VALUES,
     "graph": VALUES,
     "ops": VALUES | {"graph"},
-    "plans": VALUES | {"graph", "ops"},
+    "plans.layout": VALUES,
+    "plans.spec": LAYOUT | {"graph"},
+    "plans.lowering": PROGRAM,
+    "plans.strategies": PROGRAM,
+    "plans.lists": PROGRAM,
+    "plans": PLANS,
     "cluster": VALUES,
-    "oracle": THOUGHT | {"cluster"},
-    "planner": THOUGHT | {"cluster", "oracle"},
-    "runtime": THOUGHT | {"models"},  # a rank builds its own module from the MODEL text
-    "gauge": THOUGHT | {"cluster", "oracle", "runtime"},  # times what the oracle prices, as the runtime runs it
-    "reproduce": THOUGHT | {"models", "cluster", "oracle", "planner", "runtime"},  # papers rerun, by what users run
+    "oracle.prices": PRICES,
+    "oracle.memory": PLANS,
+    "oracle.time": PRICES | {"oracle.memory"},
+    "oracle.findings": PRICES | {"oracle.time", "oracle.memory"},
+    "oracle.paradl": PRICES | {"oracle.time"},
+    "oracle": ORACLE,
+    "planner.search_task": ORACLE,
+    "planner.splits": ORACLE | {"planner.search_task"},
+    "planner.stages": ORACLE | {"planner.search_task", "planner.splits"},
+    "planner": PLANNER,
+    "workload": WORKLOAD | {DOOR},
+    "runtime.host": VALUES,
+    "runtime.comm": MESSAGES,
+    "runtime.zero": MESSAGES,
+    "runtime.kernels": MESSAGES,
+    "runtime.execution": RUNTIME - {"runtime"},
+    "runtime": RUNTIME,
+    "runs": RUNTIME | WORKLOAD,
+    "calibrate": ORACLE | RUNTIME | WORKLOAD,  # times what the oracle prices, as the runtime runs it
+    "reproduce": PLANNER | WORLD,  # papers rerun, by what users run
     "report": ALL | {DOOR},
+    "report.page": ALL | {DOOR},
     "planning": ALL | {DOOR},  # the planner for Python: a module goes in
     "cli": ALL | {DOOR},
     DOOR: ALL | {"cli", "planning"},
     "__main__": {"cli"},
 }
-GRAPH_FILES = (
-    "graph/capture.py", "graph/attributes.py", "graph/observe.py", "graph/failure.py", "graph/refusals.py", "graph/ranges.py",
-    "graph/recurrence.py", "graph/walk.py", "graph/autocast.py",
-)  # fmt: skip
-WORLD_FILES = ("models/*", "runtime/*", "gauge/*", *GRAPH_FILES)
+CAPTURE = ("capture", "attributes", "export_watch", "export_errors", "refusals", "ranges", "recurrence", "walk", "autocast")
+GRAPH_FILES = tuple(f"graph/{name}.py" for name in CAPTURE)
+WORLD_FILES = ("models/*", "runtime/*", "runs/*", "calibrate/*", "workload/*", *GRAPH_FILES)
 TORCH_FILES = (*WORLD_FILES, "reproduce/*", "report/*", "cli/*", "planning.py", "__init__.py")
-TORCH_MODULES = ("torch", "fourfold.graph.capture", "fourfold.graph.walk", "fourfold.graph.autocast", "fourfold.gauge")
+TORCHLESS_FILES = ("workload/sketch.py", "calibrate/kernel_table.py", "calibrate/robust_stats.py")
+TORCH_MODULES = ("torch", "fourfold.runtime", "fourfold.runs", *(f"fourfold.graph.{name}" for name in CAPTURE))
 SPEAKING_FILES = ("cli/*", "cli.py", "__main__.py")
+THOUGHT_FILES = ("graph/*", "ops/*", "plans/*", "oracle/*", "planner/*")
+OUTSIDE = {"os", "pathlib", "io", "time", "datetime", "tempfile", "logging", "subprocess", "socket", "random", "platform"}
+"""Standard modules that reach for files, the clock or the environment."""
+EXCEPTIONS = (*GRAPH_FILES, "plans/spec/plan_file.py", "planner/search.py", "planner/what_if.py")
+"""Capture is of the world; a plan's file is one; searches have a time limit."""
+ROOMS = {name.split(".")[0] for name in MAY_IMPORT}
 
 
-def room_of(file: str) -> str:
-    return file.split("/")[0].removesuffix(".py")
+def room_of(module: str) -> str:
+    """Of a dotted name below fourfold."""
+    parts = module.split(".")
+    names = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
+    return next((name for name in names if name in MAY_IMPORT), DOOR if parts[0] not in ROOMS else parts[0])
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def matches(file: str, patterns: tuple[str, ...]) -> bool:
@@ -71,19 +115,16 @@ def imported_modules(file: str, source: str) -> Iterator[str]:
 
 
 def room_violations(file: str, source: str) -> Iterator[str]:
-    room = room_of(file)
+    room = room_of(module_of(file)) if module_of(file).split(".")[0] in ROOMS else ""
     for module in imported_modules(file, source):
         name, _, rest = module.partition(".")
-        target = rest.split(".")[0]
-        if name != "fourfold":
-            continue
-        target = target if target in MAY_IMPORT else DOOR
-        if target != room and target not in MAY_IMPORT.get(room, set()):
+        target = room_of(rest) if rest else DOOR
+        if name == "fourfold" and target != room and target not in MAY_IMPORT.get(room, set()):
             yield f"{file}: {room} may not import {module}"
 
 
 def torch_violations(file: str, source: str) -> Iterator[str]:
-    if matches(file, TORCH_FILES):
+    if matches(file, TORCH_FILES) and not matches(file, TORCHLESS_FILES):
         return
     for module in imported_modules(file, source):
         if module.startswith(TORCH_MODULES):
@@ -105,15 +146,39 @@ def speech_violations(file: str, source: str) -> Iterator[str]:
             yield f"{file}: imports {module}, but only cli prints or exits"
 
 
+def outside_violations(file: str, source: str) -> Iterator[str]:
+    if not matches(file, THOUGHT_FILES) or matches(file, EXCEPTIONS):
+        return
+    for module in imported_modules(file, source):
+        if module.split(".")[0] in OUTSIDE or module.startswith(("fourfold.files", "fourfold.cluster.cache")):
+            yield f"{file}: imports {module}, but thought touches no files, clock or environment"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "open":
+            yield f"{file}:{node.lineno}: opens a file"
+
+
 def sources() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 
 def test_every_room_is_known() -> None:
-    assert {room_of(file) for file in sources()} <= set(MAY_IMPORT), "a new room needs arrows in MAY_IMPORT"
+    assert {module_of(file).split(".")[0] for file in sources()} <= ROOMS, "a new room needs arrows in MAY_IMPORT"
 
 
-@pytest.mark.parametrize("violations", [room_violations, torch_violations, speech_violations])
+def test_every_folder_says_what_it_is_for() -> None:
+    folders = {path.parent for path in ROOT.rglob("*.py")}
+    texts = {str(folder): ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) for folder in folders}
+    assert all(texts.values()), [folder for folder, text in texts.items() if not text]
+
+
+def test_folders_are_small() -> None:
+    """At most fifteen files beside `__init__`; op families and their kernels have one file each."""
+    folders = {path.parent for path in ROOT.rglob("*.py")} - {ROOT / "ops", ROOT / "runtime" / "kernels"}
+    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) - 1 for folder in folders}
+    assert all(count <= 15 for count in counts.values()), counts
+
+
+@pytest.mark.parametrize("violations", [room_violations, torch_violations, speech_violations, outside_violations])
 def test_the_house_is_in_order(violations) -> None:
     found = [line for file, source in sources().items() for line in violations(file, source)]
     assert not found, "\n".join(found)
@@ -131,6 +196,13 @@ def test_the_house_is_in_order(violations) -> None:
         (room_violations, "runtime/kernels/conv.py", "from ...oracle.replay import replay"),
         (room_violations, "report/text.py", "import fourfold.cli"),
         (room_violations, "attic/old.py", "from fourfold.errors import Error"),
+        (room_violations, "plans/layout/mesh.py", "from fourfold.plans.lists.actions import Action"),
+        (room_violations, "oracle/memory/rank.py", "from fourfold.oracle.time.estimate import estimate"),
+        (room_violations, "runtime/comm/world.py", "from fourfold.runtime.execution.runner import Runner"),
+        (room_violations, "runtime/host/launch.py", "from fourfold.runtime.comm.world import TIMEOUT"),
+        (outside_violations, "oracle/time/stage.py", "import time"),
+        (outside_violations, "plans/spec/plan.py", "from pathlib import Path"),
+        (outside_violations, "planner/search_task.py", "def f():\n    open('x')"),
         (torch_violations, "plans/mesh.py", "import torch"),
         (torch_violations, "graph/graph.py", "from torch import nn"),
         (torch_violations, "graph/graph.py", "from .capture import capture"),
@@ -151,10 +223,10 @@ def test_a_violation_is_noticed(violations, file: str, source: str) -> None:
     ("violations", "file", "source"),
     [
         (room_violations, "graph/op.py", "from ..errors import Error\nfrom .spec import TensorSpec"),
-        (room_violations, "runtime/kernels/conv.py", "from ..fetch import fetch\nfrom ...plans import Plan"),
+        (room_violations, "runtime/kernels/conv.py", "from ..comm.exchange import fetch\nfrom ...plans import Plan"),
         (room_violations, "cli/app.py", "from fourfold import __version__"),
         (torch_violations, "graph/capture.py", "import torch.export"),
-        (torch_violations, "gauge/collectives.py", "import torch.distributed"),
+        (torch_violations, "calibrate/collectives.py", "import torch.distributed"),
         (speech_violations, "cli/app.py", "print('hello')"),
     ],
 )

@@ -20,14 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from fourfold.plans import Plan, lower
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.program import Compute, Program
-from fourfold.plans.saving import Share, saving
-from fourfold.runtime import execute
-from fourfold.runtime.execute import Executor
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists.saved_tensors import Share, saving
+from fourfold.plans.lowering.program import Compute, Program
+from fourfold.runs.initial_tensors import cut
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.execution import executor as execute
+from fourfold.runtime.execution.executor import Executor
 from fourfold.runtime.kernels import Randomness, build
-from fourfold.runtime.materialise import cut
-from fourfold.runtime.world import World
 from matrix import AXIS, Case, Prepared
 from op_matrix_page import CASES
 from ranks import Job, lists_of, pool, world_of

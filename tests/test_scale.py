@@ -17,18 +17,18 @@ from fourfold.cluster import Cluster, cluster_named, preset_names
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.kernels import Kernel
-from fourfold.oracle.machine import CPU, CUDA, Machine
-from fourfold.oracle.memory import memory
+from fourfold.oracle.memory.device_rules import CPU, CUDA, Machine
+from fourfold.oracle.memory.peak import memory
+from fourfold.oracle.memory.rank import RankReplay
+from fourfold.oracle.memory.steady_state import Rhythm
 from fourfold.oracle.predict import Prediction, predict
-from fourfold.oracle.prices import KernelTime, Prices
-from fourfold.oracle.rank import RankReplay
-from fourfold.oracle.rhythm import Rhythm
-from fourfold.oracle.traffic import Traffic, pair_kind, traffic
+from fourfold.oracle.prices.kernels import Kernel
+from fourfold.oracle.prices.prices import KernelTime, Prices
+from fourfold.oracle.prices.traffic import Traffic, pair_kind, traffic
 from fourfold.plans import Options, Pipeline, Program, named, pipeline
-from fourfold.plans.alike import alike
-from fourfold.plans.layout import Layout
-from fourfold.plans.placement import Placement
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.spec.placement import Placement
 from small import graph_of
 
 STRATEGIES = ("data", "data+filter:model=4", "data+spatial:space=2", "data+pipeline:stages=2", "fsdp")

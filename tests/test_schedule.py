@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from fourfold.errors import InvalidInput
-from fourfold.plans.rehearse import makespan
-from fourfold.plans.schedule import SCHEDULES, Action, Schedule, check, parse_action, schedule_named
+from fourfold.plans.spec.schedule import SCHEDULES, Action, Schedule, check, parse_action, schedule_named
+from fourfold.plans.spec.schedule_timing import makespan
 
 # N=4 stages, M=32 micro-batches, F=1, B=2, SR=0.5: the event-simulated column of BaPipe's schedules
 TABLE = [

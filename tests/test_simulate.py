@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fourfold.cli.door import run
+from fourfold.cli.main import run
 from fourfold.cluster import cluster_named
 from fourfold.cluster.local import RANKS_A_CORE, usable_cores
 from fourfold.errors import InvalidInput
-from fourfold.oracle.figures import Figures, Setting, predicted
-from fourfold.oracle.items import CATEGORIES
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.cost_summary import Figures, Setting, predicted
+from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.scaling import Row, Study, fastest
+from fourfold.oracle.time.items import CATEGORIES
 from fourfold.plans import named, pipeline
 from fourfold.report.scaling import Sparks, scaling_record, scaling_text
 from fourfold.report.trace import MICRO, trace_record

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import sketch as module
-from fourfold.cli.door import run
-from fourfold.cli.sketch import keep_graph, kept_graph, sketch
+from fourfold.cli.main import run
 from fourfold.cluster.cache import write_cached
-from fourfold.graph.files import VERSION, graph_data, graph_from
+from fourfold.graph.graph_file import VERSION, graph_data, graph_from
 from fourfold.graph.spec import Constant, Device, Dtype, Graph, Op, Ref, Size, TensorSpec
-from fourfold.runtime.subject import subject
+from fourfold.workload import graph_cache as module
+from fourfold.workload.graph_cache import keep_graph, kept_graph, sketch
+from fourfold.workload.workload import subject
 from small import SMALL, graph_of
 
 MODEL = "vgg16-cifar,width=32,channels=4"
 LOOK = f"""
 import sys
-from fourfold.cli.sketch import sketch
+from fourfold.workload.graph_cache import sketch
 found = sketch({MODEL!r}, batch=6)
 print(found.graph.hash, found.batch, "torch" in sys.modules)
 """

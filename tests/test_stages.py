@@ -21,12 +21,12 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.balance import balanced, least_loaded, least_loaded_by
-from fourfold.plans.boundary import Side, incoming, outgoing
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.pipeline import BLOCKING, Pipeline, Task, check_runnable, pipeline
-from fourfold.plans.plan import Stage
-from fourfold.plans.stages import Cut, cut
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists.lowered_plan import BLOCKING, Pipeline, Task, check_runnable, pipeline
+from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
+from fourfold.plans.lowering.stages import Cut, cut
+from fourfold.plans.spec.plan import Stage
+from fourfold.plans.strategies.balance import balanced, least_loaded, least_loaded_by
 from layouts import Array, box_of, laid, whole_box
 from small import SMALL, batch_of, graph_of
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph.capture import capture
 from fourfold.plans import lower, named
-from fourfold.plans.strategies import STRATEGIES, parse
+from fourfold.plans.strategies.named import STRATEGIES, parse
 from small import graph_of, planned
 
 VGG = "vgg16-cifar"

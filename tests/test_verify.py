@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import verify_all
-from fourfold.cli.door import run
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.reference import EAGER, PROGRAM, Reference
-from fourfold.runtime.subject import subject
-from fourfold.runtime.trial import Trial
-from fourfold.runtime.verify import Check, _checks, verify
+from fourfold.cli.main import run
+from fourfold.runs.comparison_run import Trial
+from fourfold.runs.reference import EAGER, PROGRAM, Reference
+from fourfold.runs.verify import Check, _checks, verify
+from fourfold.runtime.host.launch import Ranks
+from fourfold.workload.workload import subject
 from ranks import pool
 
 COVERING = """

@@ -20,22 +20,23 @@ from fourfold.cluster import Cluster, Curve, Measured, local
 from fourfold.errors import Infeasible, InvalidInput, WorkerFailed
 from fourfold.graph.capture import capture
 from fourfold.index import IndexSet
-from fourfold.oracle.prices import Prices
-from fourfold.oracle.stage import StagePrices
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans import Mesh, Options, Plan, lower, named, pipeline
-from fourfold.plans.actions import Fetch
-from fourfold.plans.buckets import chunks, gathered
-from fourfold.plans.layout import Layout
-from fourfold.plans.placement import Placement
-from fourfold.plans.plan import Segment
-from fourfold.plans.policy import Policy
-from fourfold.runtime.carrier import Gathered
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lists.actions import Fetch
+from fourfold.plans.lists.comm_batches import chunks, gathered
+from fourfold.plans.spec.placement import Placement
+from fourfold.plans.spec.plan import Segment
+from fourfold.plans.spec.policy import Policy
+from fourfold.runs.comparison_run import Task, load_trial, run_task, runner
+from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.ring import Shared
-from fourfold.runtime.trial import Task, load_trial, optimizer_named, run_task, runner
-from fourfold.runtime.wired import Wired
-from fourfold.runtime.zero import Note, Weights
+from fourfold.runtime.zero.weight_transport import Gathered
+from fourfold.runtime.zero.zero3 import Note, Weights
+from fourfold.runtime.zero.zero3_collective import Wired
+from fourfold.runtime.zero.zero3_shared import Shared
 from ranks import between_hosts, pool
 from small import SMALL, Subject, assert_equal, batch_of, built_in, graph_of, subject
 

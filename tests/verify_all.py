@@ -20,10 +20,10 @@ from pathlib import Path
 
 from fourfold.errors import Error, WorkerFailed
 from fourfold.plans import Options
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.reference import Reference
-from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.verify import verify
+from fourfold.runs.reference import Reference
+from fourfold.runs.verify import verify
+from fourfold.runtime.host.launch import Ranks
+from fourfold.workload.workload import Subject, subject
 
 TABLE = Path(__file__).with_suffix(".json")
 EQUAL = "equal"

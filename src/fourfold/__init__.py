@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fourfold.planning import plan
-    from fourfold.runtime.parallel import Parallel, parallelize
+    from fourfold.runs.parallel import Parallel, parallelize
 
 __version__ = "0.1.0"
 __all__ = ["Parallel", "parallelize", "plan"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return plan
     if name in __all__:
-        from fourfold.runtime import parallel
+        from fourfold.runs import parallel
 
         return getattr(parallel, name)
     raise AttributeError(f"module 'fourfold' has no attribute '{name}'")

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import Infeasible
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.table import known_prices
+from fourfold.oracle.cost_summary import Setting
 from fourfold.planner import Ranking, Task, search
 from fourfold.plans import Options, Plan, named
 from fourfold.report.ranking import ranking_text
 from fourfold.report.text import console
-from fourfold.runtime.signature import signed
+from fourfold.workload.plan_inputs import signed
 
 SHOWN = 8  # plans of a ranking
 

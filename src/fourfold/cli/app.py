@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fourfold.cli.calibrate import calibrate
+from fourfold.cli.console import Voice
 from fourfold.cli.explain import explain
 from fourfold.cli.options import (
     Batch,
@@ -36,7 +37,6 @@ from fourfold.cli.plan import plan
 from fourfold.cli.report import report
 from fourfold.cli.reproduce import reproduce
 from fourfold.cli.simulate import simulate
-from fourfold.cli.voice import Voice
 from fourfold.errors import Damaged
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from fourfold.oracle.predict import Prediction
     from fourfold.plans import Options, Plan
-    from fourfold.runtime.crew import Joined
-    from fourfold.runtime.launch import Ranks
-    from fourfold.runtime.subject import Subject
+    from fourfold.runtime.host.launch import Ranks
+    from fourfold.runtime.rank_pool import Joined
+    from fourfold.workload.workload import Subject
 
 EXAMPLES = {
     "inspect": "fourfold inspect resnet50,image=64 --batch 32",
@@ -127,7 +127,7 @@ def inspect(
         from fourfold.report.record import survey_record
         from fourfold.report.survey import survey
         from fourfold.report.text import survey_text
-        from fourfold.runtime.subject import subject
+        from fourfold.workload.workload import subject
 
         seen = subject(model, batch=batch, data=False)
         found = survey(seen.graph, seen.batch, depth=depth)
@@ -167,10 +167,10 @@ def verify(
     with voice.working(f"capturing {model}") as say:
         from fourfold.report.record import verify_record
         from fourfold.report.text import verdict_text
-        from fourfold.runtime.crew import crew
-        from fourfold.runtime.reference import Reference
-        from fourfold.runtime.verify import check_request
-        from fourfold.runtime.verify import verify as compare
+        from fourfold.runs.reference import Reference
+        from fourfold.runs.verify import check_request
+        from fourfold.runs.verify import verify as compare
+        from fourfold.runtime.rank_pool import crew
 
         options = asked(stages, microbatches, schedule, recompute, zero)
         loaded = chosen(plan_file, strategy, batch, options)
@@ -221,9 +221,9 @@ def train(
     with voice.working(f"capturing {model}") as say:
         from fourfold.report.record import train_record
         from fourfold.report.text import history_text, step_text
-        from fourfold.runtime.crew import crew
-        from fourfold.runtime.train import train as run
-        from fourfold.runtime.verify import check_request
+        from fourfold.runs.train import train as run
+        from fourfold.runs.verify import check_request
+        from fourfold.runtime.rank_pool import crew
 
         options = asked(stages, microbatches, schedule, recompute, zero)
         loaded = chosen(plan_file, strategy, batch, options)
@@ -258,8 +258,8 @@ def _check_capture(
     team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True
 ) -> None:
     """Two steps of the captured graph against eager PyTorch, on one process for all. `noted`: say so where it was not done."""
-    from fourfold.runtime.crew import share
-    from fourfold.runtime.faithful import refuse_together
+    from fourfold.runs.capture_check import refuse_together
+    from fourfold.runtime.rank_pool import share
 
     say("comparing what was captured with eager PyTorch")
     reason = refuse_together(lambda: seen, partial(share, team))
@@ -272,11 +272,11 @@ def _foretold(
     say: Callable[[str], None],
 ) -> Prediction | None:  # fmt: skip
     """What the step will take, said before it is run."""
+    from fourfold.calibrate.measured_prices import foretold
     from fourfold.cluster import PRECISIONS, cluster_named
-    from fourfold.gauge.measuring import foretold
     from fourfold.plans import pipeline
-    from fourfold.plans.pipeline import check_runnable
-    from fourfold.runtime.world import here
+    from fourfold.plans.lists.lowered_plan import check_runnable
+    from fourfold.runtime.comm.world import here
 
     lowered = pipeline(seen.graph, made)
     check_runnable(made)
@@ -299,9 +299,9 @@ def _prepared(
     voice: Voice,
 ) -> tuple[Subject, Plan]:  # fmt: skip
     """The model on this process and the plan to run it by; under torchrun the first rank captures for all."""
-    from fourfold.runtime.crew import check_count, is_leader, share
-    from fourfold.runtime.parallel import IN_EVAL_MODE
-    from fourfold.runtime.subject import subject
+    from fourfold.runs.parallel import IN_EVAL_MODE
+    from fourfold.runtime.rank_pool import check_count, is_leader, share
+    from fourfold.workload.workload import subject
 
     size = loaded.batch if loaded is not None else batch
     own = subject(model, batch=size, seed=seed) if is_leader() else None

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.console import Voice
 from fourfold.cli.options import Batch, Json, RankCount
-from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 KERNELS = "Time the kernels of this MODEL too, divided by data over the ranks; may be given several times."
@@ -31,15 +31,15 @@ def calibrate(
     """
     voice = Voice(json=as_json)
     with voice.counting("starting the ranks") as told:
+        from fourfold.calibrate.calibration import calibrated
+        from fourfold.calibrate.collectives import FULL
+        from fourfold.calibrate.kernel_table import add_kernels
+        from fourfold.calibrate.measured_prices import here, kernels_of
         from fourfold.cluster import save_calibration, save_cluster
         from fourfold.cluster.cache import calibration_file
         from fourfold.cluster.local import usable_cores
-        from fourfold.gauge.calibration import calibrated
-        from fourfold.gauge.collectives import FULL
-        from fourfold.gauge.measuring import here, kernels_of
-        from fourfold.oracle.table import add_kernels
         from fourfold.report.calibration import calibration_record, calibration_text
-        from fourfold.runtime.crew import crew, is_leader, under_torchrun
+        from fourfold.runtime.rank_pool import crew, is_leader, under_torchrun
 
         if output is None and under_torchrun():
             raise InvalidInput("a cluster measured under torchrun needs a file; give -o FILE.toml")

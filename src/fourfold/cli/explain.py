@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.console import Voice
 from fourfold.cli.options import Cluster, Json, Planned, priced, setting, settle
-from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 FILE = "A plan file, as `fourfold plan -o` writes it."
@@ -26,12 +26,12 @@ def explain(
     """Why this plan: against what it was chosen, layer by layer, what limits it, and what would change it."""
     voice = Voice(json=as_json)
     with voice.working(f"reading {file}") as say:
-        from fourfold.cli.sketch import workload
         from fourfold.planner import Task, search
         from fourfold.planner.explain import explained
         from fourfold.planner.search import replayed
-        from fourfold.plans.files import read_plan
+        from fourfold.plans.spec.plan_file import read_plan
         from fourfold.report.explain import explanation_record, explanation_text
+        from fourfold.workload.graph_cache import workload
 
         plan, made_for = read_plan(file)
         made = judged_for(file, made_for, cluster, precision, optimizer)

@@ -16,7 +16,7 @@ from fourfold.errors import InvalidInput, nearest
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
-    from fourfold.oracle.figures import Setting
+    from fourfold.oracle.cost_summary import Setting
     from fourfold.plans import Options, Plan
 
 PLANNED = "The plan's MODEL, captured again; by default its graph is looked up in the cache, where `plan -o` left it."
@@ -67,7 +67,7 @@ def asked(
 def chosen(file: Path | None, strategy: str | None, batch: int | None, options: Options) -> Plan | None:
     """The plan of a file, or None where a strategy is named; never both."""
     from fourfold.plans import load_plan
-    from fourfold.plans.strategies import parse
+    from fourfold.plans.strategies.named import parse
 
     if (file is None) == (strategy is None):
         raise InvalidInput("give either --plan FILE or --strategy NAME" + (", not both" if file else ""))
@@ -105,11 +105,11 @@ def settle() -> None:
 
 def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_model: str) -> Setting:
     """What a plan for so many devices is predicted for; refuses names nobody knows and a cluster that is too small."""
+    from fourfold.calibrate.kernel_table import known_prices
     from fourfold.cluster import cluster_named
     from fourfold.cluster.parts import PRECISIONS
     from fourfold.optimizers import OPTIMIZERS
-    from fourfold.oracle.figures import COST_MODELS, Setting
-    from fourfold.oracle.table import known_prices
+    from fourfold.oracle.cost_summary import COST_MODELS, Setting
 
     if devices < 1:
         raise InvalidInput(f"{devices} ranks asked for; use at least 1")

@@ -13,7 +13,7 @@ from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
-    from fourfold.oracle.figures import Figures, Setting
+    from fourfold.oracle.cost_summary import Figures, Setting
     from fourfold.oracle.predict import Prediction
     from fourfold.plans import Plan
 
@@ -37,8 +37,8 @@ def check_trace(path: Path | None, setting: Setting | None) -> None:
 
 def write_plan(plan: Plan, graph: Graph, path: Path, *, made_for: Mapping[str, str] | None) -> None:
     """Write a plan, and keep its graph where `explain` and `report` look for it."""
-    from fourfold.cli.sketch import keep_graph
     from fourfold.plans import save_plan
+    from fourfold.workload.graph_cache import keep_graph
 
     save_plan(plan, path, made_for=made_for)
     with suppress(InvalidInput):  # a cache that cannot be written to: they ask for the model then
@@ -47,7 +47,7 @@ def write_plan(plan: Plan, graph: Graph, path: Path, *, made_for: Mapping[str, s
 
 def write_record(record: dict[str, Any], path: Path | None) -> None:
     """What `--json` prints as a file, on the rank that speaks."""
-    from fourfold.runtime.crew import is_leader
+    from fourfold.runtime.rank_pool import is_leader
 
     if path is not None and is_leader():
         write_file(path, json_text(record))
@@ -56,7 +56,7 @@ def write_record(record: dict[str, Any], path: Path | None) -> None:
 def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan, path: Path) -> str | None:
     """Write the measured step and, where there is one, the predicted one; the file, on the rank that speaks."""
     from fourfold.report.trace import trace_record
-    from fourfold.runtime.crew import is_leader
+    from fourfold.runtime.rank_pool import is_leader
 
     if not is_leader():
         return None

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.console import Voice
 from fourfold.cli.options import (
     Batch,
     Cluster,
@@ -32,7 +33,6 @@ from fourfold.cli.options import (
 from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
 from fourfold.cli.report import SECONDS, WhatIf
 from fourfold.cli.search import Search
-from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 MEASURE = "Time the kernels of the best plans on this machine, or on the ranks of torchrun, and search again by them."
@@ -87,15 +87,15 @@ def plan(
     if fix or time_limit is not None or measure or report is not None:
         raise InvalidInput("--fix, --time-limit, --measure and --report are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
-        from fourfold.cli.sketch import sketch
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
-        from fourfold.oracle.figures import predicted
+        from fourfold.oracle.cost_summary import predicted
         from fourfold.plans import named, pipeline
-        from fourfold.plans.schedule import FUSED
-        from fourfold.plans.strategies import parse
+        from fourfold.plans.spec.schedule import FUSED
+        from fourfold.plans.strategies.named import parse
         from fourfold.report.figures import check_picture
         from fourfold.report.plans import Outlook, plan_record, plan_text
+        from fourfold.workload.graph_cache import sketch
 
         parse(strategy)
         options = asked(stages, microbatches, schedule, recompute, zero)

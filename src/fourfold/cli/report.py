@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold.cli.console import Voice
 from fourfold.cli.explain import FILE, judged_for
 from fourfold.cli.options import Cluster, Json, Planned, priced, setting, settle
 from fourfold.cli.output import check_place
-from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 from fourfold.files import write_file
 
@@ -47,11 +47,11 @@ def report(
     """A page about a plan: its rivals, layers, memory, one step in time, scaling, what-ifs, and runs beside predictions."""
     voice = Voice(json=as_json)
     with voice.counting(f"reading {file}") as told:
-        from fourfold.cli.sketch import workload
         from fourfold.planner import Task, search
         from fourfold.planner.search import replayed
-        from fourfold.plans.files import read_plan
+        from fourfold.plans.spec.plan_file import read_plan
         from fourfold.report.runs import read_run
+        from fourfold.workload.graph_cache import workload
 
         check_place(output)
         plan, made_for = read_plan(file)
@@ -73,9 +73,9 @@ def write_page(
     runs: Sequence[Run] = (), limit: float, told: Told,
 ) -> None:  # fmt: skip
     """Work out what the page shows besides the ranking, half of the time for each, and write it."""
-    from fourfold.planner.grid import grid
+    from fourfold.planner.what_if import grid
     from fourfold.report.costs import assumed
-    from fourfold.report.page import page
+    from fourfold.report.page.page import page
 
     if limit < 0:
         raise InvalidInput(f"--what-if {limit:g}; give it 0 seconds or more")
@@ -102,7 +102,7 @@ def _scaling(ranking: Ranking, sized: Callable[[int], Machines], limit: float, t
     """The best strategies on fewer and twice as many devices, as far as there is time: all on few devices first."""
     from fourfold.errors import Error
     from fourfold.oracle.scaling import Study
-    from fourfold.planner.task import AUTO
+    from fourfold.planner.search_task import AUTO
 
     task = ranking.task
     names = list(dict.fromkeys(c.plan.strategy.partition(":")[0] for c in ranking.candidates if c.plan.strategy != AUTO))

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.console import Voice
 from fourfold.cli.options import Json, one_of
 from fourfold.cli.output import check_place
-from fourfold.cli.voice import Voice
 from fourfold.files import json_text, write_file
 
 PAPERS = ("splitbrain", "integrated", "bapipe", "paradl")
@@ -26,7 +26,7 @@ def reproduce(
     """Reruns a paper's experiment, beside the paper's figures. Exit code 1 if an expectation fails."""
     voice = Voice(json=as_json)
     with voice.counting(paper) as told:
-        from fourfold.report.reproduction import reproduction_page, reproduction_text
+        from fourfold.report.page.reproduction import reproduction_page, reproduction_text
         from fourfold.reproduce.study import Reproduction
 
         name = one_of("paper", paper, PAPERS)

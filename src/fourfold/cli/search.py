@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.cli.console import Voice
 from fourfold.cli.options import priced, setting, settle
 from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
 from fourfold.cli.report import write_page
-from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from fourfold.oracle.figures import Setting
-    from fourfold.planner.task import Measure
+    from fourfold.oracle.cost_summary import Setting
+    from fourfold.planner.search_task import Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class Search:
     def run(self, voice: Voice) -> int:
         """Search, answer and write; the exit code."""
         with voice.working(f"capturing {self.model}") as say, ExitStack() as stack:
-            from fourfold.cli.sketch import sketch
-            from fourfold.oracle.figures import figures_of
+            from fourfold.oracle.cost_summary import figures_of
             from fourfold.planner import Task, search
             from fourfold.report.figures import check_picture
             from fourfold.report.ranking import ranking_record, ranking_text
-            from fourfold.runtime.crew import is_leader
+            from fourfold.runtime.rank_pool import is_leader
+            from fourfold.workload.graph_cache import sketch
 
             asked_for = setting(self.cluster, self.devices, self.precision, self.optimizer, "fourfold")
             fixed = tuple(_fixed(text) for text in self.fix)
@@ -88,8 +88,8 @@ class Search:
         """How kernels are timed, if they shall be."""
         if not self.measure:
             return None
-        from fourfold.gauge.measuring import timing
-        from fourfold.runtime.crew import crew
+        from fourfold.calibrate.measured_prices import timing
+        from fourfold.runtime.rank_pool import crew
 
         team = crew(self.devices)
         stack.enter_context(team)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fourfold.cli.console import Voice
 from fourfold.cli.options import (
     CLUSTER,
     STRATEGY,
@@ -28,7 +29,6 @@ from fourfold.cli.options import (
     settle,
 )
 from fourfold.cli.output import check_place, check_trace, write_trace
-from fourfold.cli.voice import Voice
 from fourfold.errors import InvalidInput
 
 DEVICES = "Numbers of devices, as 1,2,4,8."
@@ -64,12 +64,12 @@ def simulate(
     voice = Voice(json=as_json)
     counts = _counts(devices)
     with voice.counting(f"capturing {model}") as told:
-        from fourfold.cli.sketch import sketch
-        from fourfold.oracle.figures import strategies_of
+        from fourfold.oracle.cost_summary import strategies_of
         from fourfold.oracle.scaling import Study
-        from fourfold.plans.strategies import parse
+        from fourfold.plans.strategies.named import parse
         from fourfold.report.figures import check_picture, scaling_picture
         from fourfold.report.scaling import scaling_record, scaling_text
+        from fourfold.workload.graph_cache import sketch
 
         for name in strategy or ():
             parse(name)

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
 from fourfold.graph.attributes import unchanged
-from fourfold.graph.failure import explained
-from fourfold.graph.observe import Observer
+from fourfold.graph.export_errors import explained
+from fourfold.graph.export_watch import Observer
 from fourfold.graph.ranges import KnownRanges
 from fourfold.graph.recurrence import by_shapes
 from fourfold.graph.refusals import refuse_hooks, refuse_modules, refuse_overlaps

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fourfold.errors import CaptureFailed
-from fourfold.graph.observe import hook_name
+from fourfold.graph.export_watch import hook_name
 
 _REMEDY = "remove it, and change the gradients after backward (forward_backward) instead"
 

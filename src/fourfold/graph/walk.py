@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
-from fourfold.graph.failure import users_line
+from fourfold.graph.export_errors import users_line
 from fourfold.graph.spec import Constant, Device, Dtype, Op, Ref, Size, TensorSpec
 
 _DROPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")

@@ -7,7 +7,7 @@ splitting one loop; from the nest alone follows what every operand must hold and
 - an operand that has the loop is sharded along it, one that lacks it is replicated and its gradient is partial;
 - a result that has the loop is sharded, one that lacks it is partial (a `sum` loop) or the same everywhere (`joint`).
 
-Nothing here knows meshes or layouts; `plans.place` joins the two.
+Nothing here knows meshes or layouts; `plans.lowering.place` joins the two.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Nest:
     shard, where the plain ATen call does not do. `anchor`: the op has a split of its own; others follow their inputs.
     `saved`: operands (``0, 1...``) and results (``-1, -2...``) autograd keeps for backward; `when`: operands it keeps only if
     one of these operands needs a gradient; `kept`: what else it keeps. All three are of the op itself: where a kernel with
-    collectives takes its place, `plans.saving` knows what that keeps.
+    collectives takes its place, `plans.lists.saved_tensors` knows what that keeps.
     """
 
     loops: tuple[Loop, ...]

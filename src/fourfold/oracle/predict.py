@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fourfold.cluster import Cluster
-from fourfold.oracle.estimate import Estimate, estimate
-from fourfold.oracle.limits import Finding, findings
-from fourfold.oracle.memory import CPU, CUDA, Memory, memory
-from fourfold.oracle.prices import Prices
-from fourfold.plans.pipeline import Pipeline
+from fourfold.oracle.findings.limits import Finding, findings
+from fourfold.oracle.memory.peak import CPU, CUDA, Memory, memory
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import Estimate, estimate
+from fourfold.plans.lists.lowered_plan import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from fourfold.errors import Error, InvalidInput
 from fourfold.graph import Graph
-from fourfold.oracle.figures import Figures, Setting, predicted
+from fourfold.oracle.cost_summary import Figures, Setting, predicted
 from fourfold.plans import Options, named, pipeline
 
 Scaling = Literal["strong", "weak"]

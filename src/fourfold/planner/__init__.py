@@ -1,4 +1,8 @@
-"""The search for a plan: how every op is split, where stages begin, which of many plans is fastest and fits. No torch here."""
+"""The search for a plan: how every op is split, where stages begin, which of many plans is fastest and fits.
+
+Enters: a graph, a batch, prices of a cluster. Leaves: a `Ranking` of plans with their predictions, and why others cannot be. No
+torch; kernels are timed by a function that is handed in. Inner rooms: `splits`, `stages`.
+"""
 
 from fourfold.planner.search import Candidate, Ranking, Refusal, Task, search
 

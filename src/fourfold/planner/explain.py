@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from fourfold.cluster import OWN, Cluster
 from fourfold.errors import Error
-from fourfold.oracle.finding import Finding
-from fourfold.oracle.items import CATEGORIES, Category
+from fourfold.oracle.findings.finding import Finding
+from fourfold.oracle.time.items import CATEGORIES, Category
 from fourfold.planner.search import alike, search
-from fourfold.planner.task import Candidate, Ranking, Task
+from fourfold.planner.search_task import Candidate, Ranking, Task
 
 FASTER = 10  # times, of links
 MORE = 2  # times, of memory and of the batch

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from fourfold.planner.problem import Problem
+from fourfold.planner.splits.problem import Problem
 
 
 def proven(problem: Problem, capacity: float = float("inf")) -> tuple[tuple[int, ...], float] | None:

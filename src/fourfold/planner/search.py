@@ -22,20 +22,20 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from fourfold.errors import Error, Infeasible
-from fourfold.oracle.estimate import estimate
-from fourfold.oracle.prices import Prices
-from fourfold.planner.meshes import WIDEST
-from fourfold.planner.shift import climbed
-from fourfold.planner.split_search import Found, Splitting
-from fourfold.planner.stage_search import staged
-from fourfold.planner.stages import Staged
-from fourfold.planner.task import AUTO, Candidate, Ranking, Refusal, Task
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import estimate
+from fourfold.planner.search_task import AUTO, Candidate, Ranking, Refusal, Task
+from fourfold.planner.splits.meshes import WIDEST
+from fourfold.planner.splits.split_search import Found, Splitting
+from fourfold.planner.stages.boundary_search import climbed
+from fourfold.planner.stages.partition import Staged
+from fourfold.planner.stages.stage_search import staged
 from fourfold.plans import named, pipeline
-from fourfold.plans.additive import microbatched
-from fourfold.plans.compose import recomputed
-from fourfold.plans.pipeline import Pipeline
-from fourfold.plans.plan import Plan
-from fourfold.plans.strategies import STRATEGIES
+from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lowering.additive_loss import microbatched
+from fourfold.plans.spec.plan import Plan
+from fourfold.plans.strategies.compose import recomputed
+from fourfold.plans.strategies.named import STRATEGIES
 
 ALONE = ("filter", "channel", "spatial", "pipeline")
 RARE = ("data+channel", "grid", "filter+pipeline", "spatial+pipeline")

@@ -1,16 +1,20 @@
-"""Meshes, layouts, exchanges, plans and their lowering to programs. No torch."""
+"""Plans: layouts on meshes, what a plan says, the named strategies, and lowering to programs and lists of actions.
 
-from fourfold.plans.compose import Options
-from fourfold.plans.exchange import Exchange
-from fourfold.plans.files import load_plan, save_plan
-from fourfold.plans.layout import Layout
-from fourfold.plans.lower import lower
-from fourfold.plans.mesh import Mesh
-from fourfold.plans.own import Own
-from fourfold.plans.pipeline import Pipeline, pipeline
-from fourfold.plans.plan import Passes, Plan
-from fourfold.plans.program import Compute, Move, Program, Repeat
-from fourfold.plans.strategies import STRATEGIES, named
+Enters: a `Graph`, a plan or a strategy's name. Leaves: a lowered plan. No torch; no costs. Inner rooms, each standing on those
+before it: `layout`, `spec`, `lowering`, `strategies` and `lists`.
+"""
+
+from fourfold.plans.layout.exchange import Exchange
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.layout.ownership import Own
+from fourfold.plans.lists.lowered_plan import Pipeline, pipeline
+from fourfold.plans.lowering.lower import lower
+from fourfold.plans.lowering.program import Compute, Move, Program, Repeat
+from fourfold.plans.spec.plan import Passes, Plan
+from fourfold.plans.spec.plan_file import load_plan, save_plan
+from fourfold.plans.strategies.compose import Options
+from fourfold.plans.strategies.named import STRATEGIES, named
 
 __all__ = [
     "STRATEGIES", "Compute", "Exchange", "Layout", "Mesh", "Move", "Options", "Own", "Passes", "Pipeline", "Plan", "Program",

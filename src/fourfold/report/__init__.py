@@ -1,1 +1,4 @@
-"""What the figures look like: surveys of a graph, tables for a terminal, records for scripts. Nothing here prints."""
+"""What is shown: surveys of a graph, tables for a terminal, records for scripts, pages, traces.
+
+Enters: values of all rooms. Leaves: text, plain data, HTML. Nothing here prints or computes what it shows.
+"""

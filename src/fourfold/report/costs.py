@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fourfold.cluster import Cluster
 from fourfold.cluster.local import ASSUMED
-from fourfold.oracle.figures import Figures, Setting
+from fourfold.oracle.cost_summary import Figures, Setting
 from fourfold.report.text import _table
 from fourfold.units import bytes_text, seconds_text
 

@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.items import Category
+from fourfold.oracle.time.items import Category
 from fourfold.planner.explain import Against, Explanation, WhatIf
 from fourfold.planner.search import TIE, alike
-from fourfold.planner.task import Candidate
+from fourfold.planner.search_task import Candidate
 from fourfold.report.costs import setting_words
 from fourfold.report.plans import split_table
 from fourfold.report.ranking import plan_name

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.figures import Figures, Setting
+from fourfold.oracle.cost_summary import Figures, Setting
 from fourfold.plans import Pipeline, Plan, Program
 from fourfold.report.costs import cost_record, cost_text, setting_record
 from fourfold.report.record import work_record

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.text import Text
 
-from fourfold.oracle.figures import figures_of
+from fourfold.oracle.cost_summary import figures_of
 from fourfold.planner import Candidate, Ranking
 from fourfold.report.costs import setting_record, setting_words
 from fourfold.report.plans import candidate_record

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fourfold.plans import Compute, Pipeline, Plan, Program
-from fourfold.plans.files import plan_data
+from fourfold.plans.spec.plan_file import plan_data
 from fourfold.report.survey import Survey
 
 if TYPE_CHECKING:
     from fourfold.oracle.predict import Prediction
-    from fourfold.runtime.train import History
-    from fourfold.runtime.verify import Check, Verdict
+    from fourfold.runs.train import History
+    from fourfold.runs.verify import Check, Verdict
 
 
 VERSION = 1  # of the records of runs; `runs` reads them

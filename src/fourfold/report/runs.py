@@ -14,7 +14,7 @@ from typing import Any
 from fourfold.errors import InvalidInput
 from fourfold.files import parsed_json, read_text
 from fourfold.plans import Plan
-from fourfold.plans.files import MOST_BATCH, MOST_RANKS
+from fourfold.plans.spec.plan_file import MOST_BATCH, MOST_RANKS
 from fourfold.report.record import VERSION
 from fourfold.table import NAME, Table
 

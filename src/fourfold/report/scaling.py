@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.figures import Figures, Setting
+from fourfold.oracle.cost_summary import Figures, Setting
 from fourfold.oracle.scaling import Row, Study, fastest
 from fourfold.report.costs import assumed, cost_record, known_text, setting_record, setting_words
 from fourfold.report.text import WIDTH, _table

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.plans import Layout, Pipeline, Plan
-from fourfold.plans.pipeline import Part
+from fourfold.plans.lists.lowered_plan import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

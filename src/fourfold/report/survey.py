@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fourfold.graph import Graph
 from fourfold.plans import Compute, Mesh, Plan, lower
-from fourfold.plans.strategies import LIGHT
+from fourfold.plans.strategies.named import LIGHT
 
 MOST_GROUPS = 32
 TOP = "(model)"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.plans import Pipeline, Plan
-from fourfold.plans.strategies import LIGHT
+from fourfold.plans.strategies.named import LIGHT
 from fourfold.report.record import whole_ops
 from fourfold.report.stages import options_text
 from fourfold.report.survey import Limit, Survey
@@ -19,8 +19,8 @@ from fourfold.units import bytes_text, count_text, flops_text, seconds_text
 
 if TYPE_CHECKING:
     from fourfold.oracle.predict import Prediction
-    from fourfold.runtime.train import History
-    from fourfold.runtime.verify import Verdict
+    from fourfold.runs.train import History
+    from fourfold.runs.verify import Verdict
 
 WIDTH = 100
 MOST_NAMED = 8  # layers named in one line

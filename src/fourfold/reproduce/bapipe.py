@@ -12,25 +12,25 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 
+from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import cluster_named
 from fourfold.cluster.parts import Precision
 from fourfold.errors import Error, InvalidInput
 from fourfold.graph import Graph
 from fourfold.ops.nest import nest_of
-from fourfold.oracle.figures import Setting
+from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.predict import predict
-from fourfold.oracle.table import known_prices
 from fourfold.planner.search import replayed, search
-from fourfold.planner.shift import climbed
-from fourfold.planner.stage_search import staged
-from fourfold.planner.stages import Staged
-from fourfold.planner.task import Candidate, Task
+from fourfold.planner.search_task import Candidate, Task
+from fourfold.planner.stages.boundary_search import climbed
+from fourfold.planner.stages.partition import Staged
+from fourfold.planner.stages.stage_search import staged
 from fourfold.plans import Options, Plan, named, pipeline
-from fourfold.plans.rehearse import Transfers, makespan
-from fourfold.plans.schedule import schedule_named
+from fourfold.plans.spec.schedule import schedule_named
+from fourfold.plans.spec.schedule_timing import Transfers, makespan
 from fourfold.reproduce.race import DDP, OPTIMIZER, Contender, Outcome, Race, between
 from fourfold.reproduce.study import Expectation, Mark, Reproduction, Steps, Table, Told, at_least, silent
-from fourfold.runtime.subject import subject
+from fourfold.workload.workload import subject
 
 STAGES, MICROBATCHES, FORWARD, BACKWARD, TRANSFER = 4, 32, 1.0, 2.0, 0.5
 SCHEDULES: dict[str, tuple[Transfers, float, Mark]] = {

@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import cluster_named
-from fourfold.oracle.figures import Setting
-from fourfold.oracle.table import known_prices
+from fourfold.oracle.cost_summary import Setting
 from fourfold.planner import Task, search
 from fourfold.plans import Plan
-from fourfold.plans.mesh import divisors
+from fourfold.plans.layout.mesh import divisors
 from fourfold.reproduce.study import Expectation, Reproduction, Table, Told, near, silent
-from fourfold.runtime.subject import subject
+from fourfold.workload.workload import subject
 
 ALPHA = 2e-6  # seconds of a message
 BETA = 4 / 6e9  # seconds of a word: 6 GB/s

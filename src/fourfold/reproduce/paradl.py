@@ -22,13 +22,13 @@ from typing import Any
 from fourfold.cluster import cluster_named
 from fourfold.errors import Error
 from fourfold.graph import Graph
-from fourfold.oracle.estimate import estimate
-from fourfold.oracle.layers import Layer, layers_of
-from fourfold.oracle.paradl import Projection, inputs_of, project
-from fourfold.oracle.prices import Prices
+from fourfold.oracle.paradl.layers import Layer, layers_of
+from fourfold.oracle.paradl.projection import Projection, inputs_of, project
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import estimate
 from fourfold.plans import Options, Plan, named, pipeline
 from fourfold.reproduce.study import Expectation, Reproduction, Table, Told, at_least, near, silent
-from fourfold.runtime.subject import subject
+from fourfold.workload.workload import subject
 
 SAMPLES = 1.28e6
 HYBRIDS = {"spatial+data": "data+spatial:space=4", "filter+data": "data+filter:model=4"}

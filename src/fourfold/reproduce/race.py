@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.files import json_text, write_file
-from fourfold.models.spec import Case
 from fourfold.plans import Options
 from fourfold.reproduce.hosts import hosts
-from fourfold.runtime.crew import Joined, crew, is_leader
-from fourfold.runtime.launch import Ranks
-from fourfold.runtime.scratch import temporary_paths
-from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.train import forget, holding, one_step, start
-from fourfold.runtime.trial import optimizer_named
+from fourfold.runs.train import forget, holding, one_step, start
+from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.scratch import temporary_paths
+from fourfold.runtime.rank_pool import Joined, crew, is_leader
+from fourfold.workload.model_text import Case
+from fourfold.workload.workload import Subject, subject
 
 DDP = "ddp"
 OPTIMIZER = "momentum"

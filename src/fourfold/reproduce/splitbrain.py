@@ -10,21 +10,21 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
+from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import cluster_named
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.spec import ITEM_BYTES
-from fourfold.oracle.figures import Setting
+from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.scaling import Row, Study
-from fourfold.oracle.table import known_prices
 from fourfold.plans import named, pipeline
 from fourfold.reproduce.race import OPTIMIZER, Contender, Outcome, Race, between, local
 from fourfold.reproduce.study import Expectation, Reproduction, Steps, Table, Told, at_least, near, silent
-from fourfold.runtime.crew import crew
-from fourfold.runtime.reference import Reference
-from fourfold.runtime.subject import Subject, subject
-from fourfold.runtime.verify import verify
+from fourfold.runs.reference import Reference
+from fourfold.runs.verify import verify
+from fourfold.runtime.rank_pool import crew
 from fourfold.units import bytes_text
+from fourfold.workload.workload import Subject, subject
 
 MODEL = "vgg16-cifar"
 BATCH = 32

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.plans.layout import Layout
-from fourfold.plans.own import Own
-from fourfold.plans.program import Compute
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.ownership import Own
+from fourfold.plans.lowering.program import Compute
+from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.random import drop
-from fourfold.runtime.world import World
 
 
 def joint_log_softmax(x: Tensor, dim: int, world: World, axes: tuple[str, ...]) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 from fourfold.graph import Device, Dtype, Ref
 from fourfold.graph.spec import mapped
 from fourfold.index import IndexSet
-from fourfold.plans.layout import Layout
-from fourfold.plans.program import Compute
-from fourfold.runtime.exchange import is_inexact, take
-from fourfold.runtime.world import World
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lowering.program import Compute
+from fourfold.runtime.comm.exchange import is_inexact, take
+from fourfold.runtime.comm.world import World
 
 Run = Callable[..., Any]
 Builder = Callable[[Compute, "Local"], Run]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.ops.nest import Window
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, attached, first_share, is_split, kernel
 
 _CONV = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}

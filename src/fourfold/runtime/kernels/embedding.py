@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.index import IndexSet
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Arguments, Local, Run, is_split, kernel, overload, plain
 
 

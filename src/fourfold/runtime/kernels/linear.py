@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, attached, first_share, kernel, plain
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.ops.loss import MEAN, NONE, SUM
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
+from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels.attention import joint_log_softmax, log_softmax
 from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel, overload, plain
 from fourfold.runtime.kernels.reduce import joint_sum
-from fourfold.runtime.world import World
 
 
 class _PickedLoss(torch.autograd.Function):

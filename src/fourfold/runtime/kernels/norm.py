@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
+from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, kernel, overload, plain
-from fourfold.runtime.world import World
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import Infeasible
-from fourfold.plans.layout import Layout
-from fourfold.plans.program import Compute
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, kernel
 
 
@@ -51,7 +51,7 @@ def random(step: Compute, local: Local) -> Run:
         if not train or p == 0:
             return lambda x: x
         if name == "feature_dropout":
-            from fourfold.plans.own import Own
+            from fourfold.plans.layout.ownership import Own
 
             layout = Layout((*layout.dims[:2], *(Own.whole(1) for _ in layout.dims[2:])))
         return lambda x: drop(x, p, step, local, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel
 from fourfold.runtime.kernels.random import drop
 

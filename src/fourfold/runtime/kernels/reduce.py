@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
+from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels.base import Local, Run, kernel, plain
-from fourfold.runtime.world import World
 
 
 class JointSum(torch.autograd.Function):

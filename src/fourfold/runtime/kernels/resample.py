@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fourfold.ops.nest import Window
 from fourfold.ops.window import Rows
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fourfold.plans.program import Compute
+from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, is_split, kernel, overload, plain
 
 

@@ -1,0 +1,5 @@
+"""Machines and kernels measured for the oracle.
+
+Enters: processes on the machine, lowered plans whose kernels are to be timed. Leaves: a `Cluster` with measured curves, tables
+of kernel times. Stands on the runtime, which knows nothing of costs.
+"""

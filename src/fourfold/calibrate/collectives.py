@@ -1,0 +1,365 @@
+"""What ranks do to calibrate: collectives of every size timed between computing, and rates.
+
+Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
+woken, and caches hold something else. So each repetition goes through other memory and computes for a moment first. What counts
+is the time from coming to it until it is done, on the average rank: waiting for the later ones is part of it. Where ranks take
+turns on cores, part of that waiting is for others to compute, which the oracle counts as computing already: there it is the
+time of a repetition less that of computing in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fourfold.cluster import OWN, Collective
+from fourfold.errors import InvalidInput
+from fourfold.optimizers import OPTIMIZERS
+from fourfold.plans.layout.exchange import Exchange
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists.comm_batches import RING_BYTES, gradient_bytes
+from fourfold.plans.lists.paths import Paths
+from fourfold.plans.lowering.program import Move
+from fourfold.plans.spec.policy import DEFAULT
+from fourfold.runtime.comm import gloo_p2p
+from fourfold.runtime.comm.shared.memory import Board
+from fourfold.runtime.comm.shared.sums import SharedSum
+from fourfold.runtime.comm.world import World, running_placement
+from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.zero.weight_transport import Gathered
+from fourfold.runtime.zero.zero3_shared import Shared
+
+T = TypeVar("T")
+
+DATA = ("data",)  # the axis of the ranks of a group
+PLACES = 8  # for gradients that are dealt out: ranks may be so many repetitions apart
+MORE = 3  # times as many rounds at most, for what strays
+REPEATS = 32
+LEAST_REPEATS = 2
+BLOCK_SECONDS = 0.15  # a block of what takes long lasts about so long
+LEAST_SECONDS = 0.1
+SLOWEST = 3.0  # seconds: sizes that should take longer once are left out, there time grows with the bytes
+OUTLIERS = 10  # of so many repetitions, one is left out
+STRETCH = 2e-3  # seconds of computing before each repetition, and about as much for
+FORGOTTEN = 8 * 2**20  # bytes written, and as many read: together what lies between two exchanges of small networks
+STRETCHES = {1: 32, 4: 16, 16: 8}  # times as much of it, for what long computing does to exchanges; and repetitions
+MOST_FORGOTTEN = 4  # times as many bytes at most: caches are full then
+WAITED = 2**16  # bytes of the exchange for that
+UPDATED = 4 * 2**20  # elements of the parameters whose update is timed
+MATRIX = 512  # size of the product that gives the rate
+COPIED = 64 * 2**20  # bytes copied for the bandwidth: more than the caches of a processor hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured: which sizes, and how many times everything. Machines have bad moments of seconds and of minutes, so
+    that each number is taken at moments far apart."""
+
+    sizes: tuple[float, ...] = (2.0**10, 2.0**16, 2.0**20, 2.0**23, 2.0**26)  # bytes: between them times are nearly straight
+    rounds: int = 8
+
+    @property
+    def most(self) -> int:
+        """Rounds, for what strays."""
+        return MORE * self.rounds
+
+
+FULL = Effort()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One curve to measure: the groups that communicate at once."""
+
+    collective: Collective
+    groups: tuple[tuple[int, ...], ...]
+    level: str
+    crowd: float = 1.0  # of the ranks that communicate, how many take turns on a core
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A curve's points (bytes, seconds), and how long the same computing took each time, in a unit of its own."""
+
+    points: tuple[tuple[float, float], ...]
+    computing: tuple[float, ...]
+
+
+def measured(request: Request, sizes: Sequence[float]) -> Found:
+    """A collective at growing sizes once, up to those for which there is room; all ranks of the process group must call."""
+    mine = next((group for group in request.groups if dist.get_rank() in group), None)
+    made = {group: dist.new_group(list(group)) for group in request.groups}
+    group = made[mine] if mine is not None else None
+    stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
+    sizes = [size for size in sizes if request.collective != "shared_gather" or size <= DEFAULT.small_bytes]
+    blocks = {}
+    for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
+        once = run(int(size))
+        if not _everywhere(once is not None):
+            break
+        assert once is not None
+        spent = _once(once)
+        repeats = max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent)))
+        blocks[size] = _block(once, stretch, group, request, repeats)
+        if len(blocks) > 1 and spent * larger / size > SLOWEST:  # the time of the first may be latency alone
+            break
+    if group is not None:
+        dist.destroy_process_group(group)
+    there = 0.5 if request.collective in ("send", *OWN) else 1.0
+    long = [block for block in blocks.values() if block.repeats == REPEATS]  # short ones begin unevenly
+    return Found(
+        points=tuple((size, there * block.seconds) for size, block in blocks.items()),
+        computing=tuple(block.computing / max(stretch.times, 1) for block in long),
+    )
+
+
+def waited(request: Request) -> list[tuple[float, float]]:
+    """Seconds of computing, and of a small collective after it, by `STRETCHES`; all ranks of the process group must call."""
+    mine = next((group for group in request.groups if dist.get_rank() in group), None)
+    made = {group: dist.new_group(list(group)) for group in request.groups}
+    group = made[mine] if mine is not None else None
+    once, usual = _collectives(request, mine, group)(WAITED), _Stretch(mine is not None)
+    assert once is not None  # a message
+    blocks = [_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
+    if group is not None:
+        dist.destroy_process_group(group)
+    return [(block.busy, block.seconds) for block in blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Seconds of a collective, and before it of the computing that is the same each time, and of all."""
+
+    seconds: float
+    computing: float
+    busy: float
+    repeats: int
+
+
+def _everywhere(here: bool) -> bool:
+    """Whether something is so on all ranks."""
+    said = torch.tensor([int(here)])
+    dist.all_reduce(said, op=dist.ReduceOp.MIN)
+    return bool(said)
+
+
+def _once(once: Callable[[], Any]) -> float:
+    """Seconds of doing it once, the same on all ranks."""
+    once()
+    dist.barrier()
+    begun = time.perf_counter()
+    once()
+    spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Request, repeats: int) -> _Block:
+    """Computing and the collective, several times: the mean over all ranks that take part, without the longest few. Where ranks
+    take turns on cores, long times are the rule and not a disturbance: what one group loses another has won, so all count.
+    Of what waits for nobody, the rank's own work counts."""
+    dist.barrier()
+    spent, computing, busy = [], [], []
+    alone = request.collective in OWN
+    crowd = 1.0 if alone else request.crowd
+    for _ in range(repeats):
+        begun, working = time.perf_counter(), time.thread_time()
+        stretch.forget()
+        ready = time.perf_counter()
+        stretch()
+        came, worked = time.perf_counter(), time.thread_time()
+        once()
+        done, own = time.perf_counter(), time.thread_time() - worked
+        worked -= working
+        spent.append(own if alone else done - came if crowd == 1 else done - begun - crowd * worked)
+        computing.append(came - ready)
+        busy.append(worked)
+    sums = float(group is not None) * torch.tensor([spent, computing, busy, [1.0] * repeats], dtype=torch.float64)
+    dist.all_reduce(sums)
+    shared = (sums[:-1] / sums[-1]).tolist()
+    mean = _mean if crowd == 1 else statistics.mean
+    return _Block(mean(shared[0]), statistics.mean(shared[1]), statistics.mean(shared[2]), repeats)
+
+
+def _mean(times: list[float]) -> float:
+    """Without the longest few."""
+    return statistics.mean(sorted(times)[: len(times) - len(times) // OUTLIERS])
+
+
+class _Stretch:
+    """A moment of computing on those ranks that communicate, equally much on each; all ranks must make one."""
+
+    def __init__(self, busy: bool) -> None:
+        self.matrix, self.times = torch.rand(MATRIX // 2, MATRIX // 2), 1
+        self.others = torch.zeros(2, FORGOTTEN // 4 if busy else 0)
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            self()
+        times = torch.tensor([STRETCH * REPEATS / (time.perf_counter() - start)])
+        dist.broadcast(times, 0)
+        self.times = max(1, round(times.item())) if busy else 0
+
+    def longer(self, times: int) -> _Stretch:
+        """So many times as much of both."""
+        out = copy(self)
+        out.times = times * self.times
+        out.others = torch.zeros(2, min(times, MOST_FORGOTTEN) * self.others.shape[1])
+        return out
+
+    def forget(self) -> None:
+        """Fill the caches with something else."""
+        self.others[0].fill_(1.0)
+        self.others[1].sum()
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            torch.mm(self.matrix, self.matrix)
+
+
+def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any] | None]:
+    """For a size in bytes, a function that does the collective once, or None where shared memory has no room for it; ranks
+    outside all groups do nothing. All ranks must call."""
+    device = torch.device("cpu")
+    placement = running_placement(device, dist.get_world_size())
+    if mine is None:
+        return lambda size: lambda: None
+    count, kind, mesh = len(mine), request.collective, Mesh.of(data=len(mine))
+    paths = Paths(mesh, mine, placement, DEFAULT)
+    world = World(mesh, rank=mine.index(dist.get_rank()), device=device, ranks=mine, paths=paths)
+    world._groups["inline", DATA] = group
+    if kind.startswith("shared"):
+        return _shared(kind, group, world) if paths.near(DATA) else lambda size: None
+
+    def run(size: int) -> Callable[[], Any]:
+        n = max(size // 4, 1)
+        one, all_of = torch.zeros(n), torch.zeros(n * count)
+        if kind == "all_reduce":
+            return lambda: dist.all_reduce(one, group=group)
+        direct = paths.one_to_all(kind, DATA, world.rank, n * (count - 1)) == "direct"
+        if kind == "all_gather":
+            return lambda: gloo_p2p.all_gather(all_of, one, group, direct=direct).wait()
+        if kind == "reduce_scatter":
+            return lambda: gloo_p2p.reduce_scatter(one, all_of, group, direct=direct)
+        if kind == "all_to_all":
+            return _all_to_all(world, max(n // (count - 1), 1), group)
+        return lambda: _ping(one, mine)  # there and back: `measured` halves it
+
+    return run
+
+
+def _all_to_all(world: World, each: int, group: Any) -> Callable[[], Any]:
+    """So many elements from every rank for every other; within a host gloo copies as many for the rank itself, about what a
+    program does beside it."""
+    count, me = world.mesh.size, world.rank
+    direct = world.paths.all_to_all(DATA, me, each * (count - 1)) == "direct"
+    parts = [0 if direct and k == me else each for k in range(count)]
+    total = sum(parts)
+    return lambda: gloo_p2p.all_to_all(torch.empty(total), torch.zeros(total), parts, parts, group, direct=direct).wait()
+
+
+def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
+    """A message from the first to the second and back."""
+    mine, other = (pair[0], pair[1]) if dist.get_rank() == pair[0] else (pair[1], pair[0])
+    if mine == pair[0]:
+        dist.send(tensor, other)
+        dist.recv(tensor, other)
+    else:
+        dist.recv(tensor, other)
+        dist.send(tensor, other)
+
+
+def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:
+    if kind == "shared_gather":
+        board = _if_room(lambda: Board.open(group, 60.0, DEFAULT.small_bytes))
+        return lambda size: None if board is None else lambda: board.gather(torch.zeros(max(size // 4, 1)))
+    if kind in OWN:
+        return lambda size: _divided(kind, world, -(-size // 4))
+
+    def run(size: int) -> Callable[[], Any] | None:
+        parameter = torch.zeros(max(size // 4, 1), requires_grad=True)
+        shared = _if_room(lambda: SharedSum.open([parameter], DATA, world))
+        gradient = torch.zeros(parameter.shape)
+        if shared is None:
+            return None
+
+        def once() -> None:
+            parameter.grad = gradient
+            shared.sum()
+
+        return once
+
+    return run
+
+
+def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
+    """Two weights stored divided, as ZeRO-3 has them: copied together, or their gradients dealt out, one after the other as
+    those of a layer are. `measured` halves it."""
+    whole = Layout.same((numel,))
+    exchange = Exchange(world.mesh, whole.divided(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
+    shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
+    moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
+    weights = [Gathered(move, (numel,), shards[move.value]) for move in moves]
+    ring = min(RING_BYTES, 2 * PLACES * gradient_bytes(exchange.adjoint.steps[0], 4))
+    carrier = _if_room(lambda: Shared(weights, shards, world, ring))
+    if carrier is None:
+        return None
+    gradients = [torch.zeros(numel) for _ in weights]
+
+    def fetch() -> None:
+        for weight in weights:
+            carrier.fetch(weight)
+
+    def give() -> None:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.shard.grad = None
+            carrier.give(weight, gradient)
+
+    if kind == "shared_fetch":
+        return fetch
+    for _ in range(PLACES):  # in training the places of gradients are known from the step before
+        give()
+    return give
+
+
+def _if_room(make: Callable[[], T]) -> T | None:
+    """What uses shared memory; None where there is no room for it."""
+    try:
+        return make()
+    except InvalidInput:
+        return None
+
+
+def rates() -> dict[str, float]:
+    """What one busy rank reaches: multiply-adds, copies, updates."""
+    a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    dist.barrier()
+    product = _seconds(lambda: torch.mm(a, b))
+    source, target = torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
+    copied = _seconds(lambda: target.copy_(source))
+    small = torch.zeros(8)
+    out = {"rate": 2 * MATRIX**3 / product, "bandwidth": 2 * COPIED / copied, "launch": _seconds(lambda: small.add(1.0))}
+    for name in OPTIMIZERS:
+        parameter = torch.zeros(UPDATED, requires_grad=True)
+        parameter.grad = torch.zeros(UPDATED)
+        out[f"update_{name}"] = 4 * UPDATED / _seconds(optimizer_named(name)([parameter]).step)
+    return out
+
+
+def _seconds(once: Callable[[], Any]) -> float:
+    """The time on this rank, while others may do the same."""
+    once()
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < REPEATS or time.perf_counter() - begun < LEAST_SECONDS:
+        start = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - start)
+    return _mean(times)

@@ -1,0 +1,335 @@
+"""Kernels timed on this machine: each local op of a program run by itself, as the runtime would run it, forward and backward.
+
+Kernels that exchange something inside are timed on a rank that meets only itself: their communication is priced apart. A
+kernel is run on one rank of every host, then on all: the ratio is what a busy machine costs. Ranks that outnumber cores take
+turns, which the replay knows: of them, with a thread each, the time at work counts, which is longer too, because they share
+caches.
+
+Caches are as in a step: weights and what was saved are not in them, what the op before has made is. A time is the mean of
+repetitions without the longest (a step is a sum: medians would leave out what is rare for one kernel and common for hundreds).
+Machines have bad moments of seconds: all kernels are gone through several times, those that stray more often, and of their
+times the middle half counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.calibrate.collectives import FULL
+from fourfold.calibrate.kernel_table import rounded
+from fourfold.calibrate.machine_speed import Pace, by_host, felt, with_a_core_each
+from fourfold.calibrate.robust_stats import KNOWN, apart, middle, strays
+from fourfold.graph import Graph
+from fourfold.graph.spec import TensorSpec
+from fourfold.oracle.prices.kernels import Kernel, kernel_of
+from fourfold.oracle.prices.prices import KernelTime
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.lowering.program import Compute, inside
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.rank_pool import Crew
+
+REPEATS = 5
+LEAST_REPEATS = 2
+SERIES_SECONDS = 0.2  # long kernels are repeated less often
+DROPPED = 1  # of the repetitions, the longest
+FLUSHED = 16 * 2**20  # bytes read and as many written before each run: more than what a core has of a cache
+CHAIN_SECONDS = 1e-3  # shorter kernels are run in a chain about so long
+CORE_FLOPS, CORE_BYTES, ENTERED = 3e10, 5e9, 2.5e-4  # about, of some core, the last in seconds: what a kernel is made of
+DRAWN = 2**16  # numbers drawn at random, then repeated
+AROUND = 4  # looks at the pace before and after a kernel's own: one alone strays more than the pace does
+CALM = 4  # power of the pace by which moments weigh
+LONG, KNOWN_LONG = 1e-3, 0.015  # seconds from which a kernel is timed again until known to that relative error
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often kernels are gone through: all of them at least, and those not yet known at most."""
+
+    least: int
+    most: int
+
+
+ROUNDS = Rounds(FULL.rounds, FULL.most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A kernel with the step it was found in and the place it is run at."""
+
+    kernel: Kernel
+    step: Compute
+    graph: Graph
+    mesh: Mesh
+    member: int
+
+
+def samples_of(plans: Iterable[Pipeline], dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
+    """The distinct kernels of lowered plans that no table has, by key."""
+    out: dict[str, Sample] = {}
+    for lowered in plans:
+        out |= samples(lowered, dtypes, {*known, *out})
+    return out
+
+
+def samples(pipeline: Pipeline, dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
+    """The distinct kernels of a lowered plan that no table has, by key."""
+    out: dict[str, Sample] = {}
+    gradients = dict.fromkeys(pipeline.cut.live, True)
+    seen = set(known)
+    for part in pipeline.parts:
+        for program in part.programs.values():
+            members = [some[0] for some in alike(program.mesh, [program])]
+            for step in (s for outer in program.steps for s in inside(outer) if isinstance(s, Compute)):
+                for member in members:
+                    kernel = kernel_of(step, program.graph, program.mesh.coords(member), gradients, dtypes)
+                    if kernel.key not in seen:
+                        seen.add(kernel.key)
+                        out[kernel.key] = Sample(
+                            kernel=kernel, step=step, graph=program.graph, mesh=program.mesh, member=member
+                        )
+    return out
+
+
+class Alone(World):
+    """A member of a mesh that meets only itself."""
+
+    def __init__(self, mesh: Mesh, member: int, device: torch.device, group: Any) -> None:
+        super().__init__(mesh, rank=member, device=device)
+        self._own = group
+
+    def group(self, axes: tuple[str, ...], purpose: str = "inline") -> Any:
+        return self._own
+
+    def summed(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
+        return tensor.clone()
+
+    def maximum(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return tensor.clone()
+
+    def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return tensor.unsqueeze(0).expand(self.extent(axes), *tensor.shape).clone()
+
+
+class Timing:
+    """Kernels and what was found of them until now, round by round."""
+
+    def __init__(self, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.wanted, self.dtypes = list(wanted), dtypes
+        self._powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in self.wanted}
+        self._found: list[Found] = []
+
+    def take(self, ranks: Crew, some: Sequence[Sample], *, alone: bool) -> None:
+        """Time some of them once more: in a crowd, and alone too."""
+        self._found += ranks(looked_at, some, self.dtypes, alone)[0]
+
+    def unsure(self, pace: float) -> list[Sample]:
+        """Those whose times at a pace are not known yet."""
+        told = self._told(pace)
+        return [sample for sample in self.wanted if told[sample.kernel.key].strays]
+
+    def times(self, pace: float) -> dict[str, KernelTime]:
+        """By key, told at a pace of the machine (`calibrate.machine_speed`; 0: as it was)."""
+        return {key: told.joined() for key, told in self._told(pace).items()}
+
+    def _told(self, pace: float) -> dict[str, _Told]:
+        out: dict[str, _Told] = {}
+        for k, one in enumerate(self._found):
+            now = statistics.median(other.look for other in self._found[max(k - AROUND, 0) : k + AROUND + 1])
+            calm = pace / now if pace else 1.0
+            told = out.setdefault(one.key, _Told([], []))
+            told.crowded.append(one.crowded.at(calm, self._powers[one.key]))
+            if one.single is not None:
+                told.single.append(one.single.at(calm, self._powers[one.key]))
+        return out
+
+
+def timed(
+    ranks: Crew, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds, pace: float
+) -> dict[str, KernelTime]:
+    """The times of kernels on the machine the ranks run on, told at a pace of it."""
+    timing = Timing(wanted, dtypes)
+    for number in range(rounds.most):
+        again = timing.wanted if number < rounds.least else timing.unsure(pace)
+        if not again:
+            break
+        timing.take(ranks, again, alone=number < rounds.least)
+    return timing.times(pace)
+
+
+def looked_at(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone: bool) -> list[Found]:
+    """Kernels timed once, on the first ranks of hosts; all ranks of the process group must call with the same list."""
+    own = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    hosts = by_host()
+    crowd, group = with_a_core_each(hosts)
+    me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
+    calm = any(me in ranks for ranks in crowd)
+    clock = time.thread_time if hosts != crowd else time.perf_counter
+    busy = max(map(len, hosts)) > 1
+    found: list[Found] = []
+    for sample in wanted:
+        run = _Run(sample, own, dtypes)
+        repeats = _first_rank_says(run.repeats)
+        if calm:
+            dist.barrier(group)
+        look = work() if calm else 0.0
+        single = run.series(repeats) if me in first and (alone or not busy) else None
+        dist.barrier()
+        crowded = run.series(repeats, dist.barrier, clock) if busy else single
+        dist.barrier()
+        if me in first and crowded is not None:
+            found.append(Found(sample.kernel.key, look, single, crowded))
+    dist.destroy_process_group(own)
+    if calm:
+        dist.destroy_process_group(group)
+    return found
+
+
+def _first_rank_says(number: int) -> int:
+    agreed = torch.tensor(number)
+    dist.broadcast(agreed, 0)
+    return int(agreed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    forward: float
+    backward: float
+    weight: float = 1.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+    def at(self, calm: float, power: float) -> _Times:
+        """As they would be at a pace, given how calm the moment was by it; calm moments tell more."""
+        return _Times(self.forward * calm**power, self.backward * calm**power, calm**CALM)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A kernel's key, a look at the pace, times alone (in the first rounds) and in a crowd."""
+
+    key: str
+    look: float
+    single: _Times | None
+    crowded: _Times
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was found of a kernel in turn, at one pace."""
+
+    single: list[_Times]
+    crowded: list[_Times]
+
+    @property
+    def strays(self) -> bool:
+        """Whether the time in a crowd is not known yet. Few long kernels are most of a step, so they must be known better."""
+        both = [times.both for times in self.crowded]
+        return strays(both, KNOWN if middle(both) < LONG else KNOWN_LONG)
+
+    def joined(self) -> KernelTime:
+        one, many = _middle(self.single, "both"), _middle(self.crowded, "both")
+        return KernelTime(
+            forward=rounded(_middle(self.single, "forward")),
+            backward=rounded(_middle(self.single, "backward")),
+            busy=rounded(max(many / one, 1.0)) if one else 1.0,
+            spread=rounded(apart(times.both for times in self.crowded) / many) if many else 0.0,
+        )
+
+
+def _middle(found: Sequence[_Times], which: str) -> float:
+    return middle((getattr(times, which) for times in found), (times.weight for times in found))
+
+
+def _links(kernel: Kernel) -> int:
+    """How often a kernel is run in a row: always the same for the same one, since its share of what entering the engine costs
+    depends on it."""
+    return round(CHAIN_SECONDS / sum(_parts(kernel)))
+
+
+def arithmetic(kernel: Kernel) -> float:
+    """The share of arithmetic in its time, about."""
+    computing, other = _parts(kernel)
+    return computing / (computing + other)
+
+
+def _parts(kernel: Kernel) -> tuple[float, float]:
+    """Seconds of arithmetic and of all else, about, on some core."""
+    flops, moved = kernel.flops + kernel.backward_flops, kernel.moved + kernel.backward_moved
+    return flops / CORE_FLOPS, moved / CORE_BYTES + ENTERED
+
+
+class _Run:
+    """One kernel bound to made-up tensors. A short one is run several times in a row before one backward goes through all: in a
+    step the engine is entered once, not for every op."""
+
+    def __init__(self, sample: Sample, group: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+        device = torch.device("cpu")
+        local = Local(Alone(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
+        self.run: Callable[..., Any] = build(sample.step, local)
+        tensors = [_made(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)]
+        stored = {p.name for p in sample.graph.parameters}
+        self.fresh = next((k for k, name in enumerate(sample.step.op.operands) if name not in stored), None)
+        self.chain, self.others = [tensors], torch.zeros(2, FLUSHED // 4)
+        seconds = sum(self.once())
+        self.repeats = max(LEAST_REPEATS, min(REPEATS, round(SERIES_SECONDS / seconds)))
+        links = range(1, _links(sample.kernel))
+        self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in links]
+
+    def once(self, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter) -> tuple[float, float]:
+        """Seconds of one forward and one backward; `together` waits for the others that run it."""
+        count, outs = len(self.chain), []
+        self._forget()
+        if self.fresh is not None:
+            for tensors in self.chain:
+                tensors[self.fresh].detach().sum()
+        together()
+        begun = clock()
+        results = [self.run(*tensors) for tensors in self.chain]
+        forward = clock() - begun
+        for result in results:
+            outs += [t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.requires_grad]
+        leaves = [t for tensors in self.chain for t in tensors if t.requires_grad]
+        if not outs or not leaves:
+            return forward / count, 0.0
+        self._forget()
+        grads = [torch.ones_like(t) for t in outs]
+        together()
+        begun = clock()
+        torch.autograd.grad(outs, leaves, grads, allow_unused=True)
+        return forward / count, (clock() - begun) / count
+
+    def _forget(self) -> None:
+        """Fill the caches with something else."""
+        self.others[0].fill_(1.0)
+        self.others[1].sum()
+
+    def series(
+        self, repeats: int, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter
+    ) -> _Times:
+        """Means of several runs."""
+        kept = sorted((self.once(together, clock) for _ in range(repeats)), key=sum)[: repeats - DROPPED]
+        return _Times(statistics.mean(f for f, _ in kept), statistics.mean(b for _, b in kept))
+
+
+def _made(spec: TensorSpec, gradient: bool) -> Tensor:
+    """Numbers of a shape: for floats positive ones of which many are equal, as behind a rectifier (it matters to maxima); zeros
+    for indices."""
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        some = torch.randn(min(spec.numel, DRAWN), dtype=dtype).clamp_(min=0).add_(0.1)
+        return some.repeat(-(-spec.numel // DRAWN) or 1)[: spec.numel].view(spec.shape).requires_grad_(gradient)
+    return torch.zeros(spec.shape, dtype=dtype)

@@ -1,0 +1,230 @@
+"""The limits and bottlenecks of a plan, named: ParaDL's list, each with the layer, the numbers and what to change.
+
+`findings` is the door. Limits are here: memory that does not suffice, is held twice or lost to rounding; work done twice; how
+far each split goes. Where the step goes is in `bottlenecks`. All follow from the program, the estimate and the peaks;
+nothing is replayed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fourfold.cluster import Cluster
+from fourfold.oracle.findings.bottlenecks import bottlenecks, compute_seconds
+from fourfold.oracle.findings.finding import (
+    FRAGMENTED_SHARE,
+    HEADROOM,
+    MEMORY_SHARE,
+    REPLICATED_SHARE,
+    SHRINKING,
+    Case,
+    Finding,
+)
+from fourfold.oracle.findings.redundancy import Held, Shrink, held, shrinks
+from fourfold.oracle.memory.device_rules import CUDA, LARGE, ROUND
+from fourfold.oracle.memory.peak import Memory
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import Estimate
+from fourfold.plans.lists.lowered_plan import Part, Pipeline
+from fourfold.units import bytes_text, seconds_text
+
+SMALL, SMALL_SEGMENT, MIDDLE_SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
+"""PyTorch's caching allocator on CUDA (c10/cuda/CUDACachingAllocator): sizes are rounded up to blocks of 512 bytes; those up to
+1 MiB are cut from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones are multiples of 2 MiB."""
+WORDS = {"batch": "examples", "filter": "filters", "channel": "channels"}
+
+
+def findings(
+    pipeline: Pipeline, prices: Prices, estimate: Estimate, memory: Memory, *, optimizer: str = "sgd"
+) -> tuple[Finding, ...]:
+    """What limits the plan and what holds it up: limits first, bottlenecks by how much of the step they take."""
+    case = Case(pipeline=pipeline, prices=prices, estimate=estimate, memory=memory, optimizer=optimizer)
+    slow = sorted(bottlenecks(case), key=lambda finding: -finding.numbers["seconds"])
+    return (*capacity(case), *scaling(case), *memory_redundancy(case), *fragmentation(case), *compute_limits(case), *slow)
+
+
+def capacity(case: Case) -> Iterator[Finding]:
+    """Ranks that need more than their device holds, the worst of every stage."""
+    cluster = case.prices.cluster
+    for place in case.pipeline.places:
+        peaks = [peak for peak in case.memory.peaks if peak.ranks[0] in place]
+        peak = max(peaks, key=lambda peak: peak.bytes / _holds(cluster, peak.ranks))
+        holds = _holds(cluster, peak.ranks)
+        if peak.bytes > holds:
+            stage = next(part for part in case.parts if part.stage.ranks == place)
+            where = f"stage {stage.index}" if len(case.parts) > 1 else f"rank {peak.ranks[0]}"
+            most = max(peak.parts, key=lambda kind: peak.parts[kind])
+            yield Finding(
+                name="memory-capacity",
+                kind="limit",
+                where=where,
+                text=f"{where} needs {bytes_text(peak.bytes)}, the device holds {bytes_text(holds)}: most is {most} "
+                f"({bytes_text(peak.parts[most])}), at {peak.op or peak.action}; {_remedy(most)}",
+                numbers={"bytes": float(peak.bytes), "capacity_bytes": holds, "over_bytes": peak.bytes - holds},
+            )
+
+
+def _holds(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """Bytes of the smallest device among ranks with equal shards."""
+    return min(cluster.memory(rank) for rank in (ranks if len(cluster.kinds) > 1 else ranks[:1]))
+
+
+def _remedy(kind: str) -> str:
+    if kind in ("weights", "gradients", "optimizer", "summed gradients"):
+        return "divide weights and state over replicas (zero 3), or use more stages or more ranks on a filter axis"
+    return "recompute, use more stages or micro-batches, more ranks, or a smaller batch"
+
+
+def scaling(case: Case) -> Iterator[Finding]:
+    """Axes whose split a layer stops: it has fewer filters, channels, rows or examples than a longer axis would need."""
+    seen = set()
+    for part in case.parts:
+        for (axis, label), (size, layer) in _thinnest(part).items():
+            extent = part.stage.mesh.extent(axis)
+            if extent > 1 and HEADROOM * extent > size and (axis, label) not in seen:
+                seen.add((axis, label))
+                yield _stopped(axis, label, extent, size, layer)
+
+
+def _thinnest(part: Part) -> dict[tuple[str, str], tuple[int, str]]:
+    """By axis and split: the layer with the smallest loop, those left whole because they are too thin among them."""
+    anchors = [step for step in part.program.computes() if step.nest.anchor]
+    labels = {(axis, label) for step in anchors for axis, label in step.labels().items()}
+    out: dict[tuple[str, str], tuple[int, str]] = {}
+    for step in anchors:
+        mine = step.labels()
+        for axis, label in labels:
+            sizes = [loop.size // loop.unit // loop.outer for loop in step.nest.labelled(label)]
+            if sizes and mine.get(axis) in (label, "replicate"):
+                out[axis, label] = min(out.get((axis, label), (max(sizes), step.op.path)), (max(sizes), step.op.path))
+    return out
+
+
+def _stopped(axis: str, label: str, extent: int, size: int, layer: str) -> Finding:
+    what = WORDS.get(label, f"indices of {label}")
+    remedy = "use a larger batch" if label == "batch" else "lengthen another axis (batch, if examples are left) instead"
+    return Finding(
+        name="scaling-limit",
+        kind="limit",
+        where=layer,
+        text=f"axis {axis} has {extent} ranks, {layer} {size} {what}: "
+        f"{'it runs whole or leaves ranks idle' if size < extent else f'no more than {size} can share it'}; {remedy}",
+        numbers={"limit": float(size), "ranks": float(extent)},
+    )
+
+
+def memory_redundancy(case: Case) -> Iterator[Finding]:
+    """Weights, state and activations that other ranks of a stage hold too, on the stage that has most."""
+    by_stage = {part.index: _repeated(case, part) for part in case.parts if part.stage.mesh.size > 1}
+    if not by_stage:
+        return
+    index = max(by_stage, key=lambda k: sum(by_stage[k].values()))
+    part, sizes = case.parts[index], by_stage[index]
+    repeated, peak = sum(sizes.values()), case.memory.of(case.parts[index].stage.ranks[0]).tensors
+    if repeated < MEMORY_SHARE * peak:
+        return
+    most = max(sizes, key=lambda kind: sizes[kind])
+    listed = ", ".join(f"{bytes_text(size)} of {kind}" for kind, size in sizes.items() if size > 0.01 * repeated)
+    holder = case.stage(part)
+    yield Finding(
+        name="memory-redundancy",
+        kind="limit",
+        where=holder,
+        text=f"{holder} holds {bytes_text(repeated)} that others hold too ({listed}) at a peak of {bytes_text(peak)}; "
+        f"{_division(most)}",
+        numbers={"bytes": repeated, "peak_bytes": float(peak), **{f"{kind}_bytes": size for kind, size in sizes.items()}},
+    )
+
+
+def _repeated(case: Case, part: Part) -> dict[str, float]:
+    out = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), 0.0)
+    for tensor in _held(case, part):
+        out[tensor.kind] += tensor.repeated(part.stage.mesh.size)
+    return out
+
+
+def _held(case: Case, part: Part) -> list[Held]:
+    return held(part, case.optimizer, case.pipeline.plan.timetable.in_flight(part.index), case.prices.precision)
+
+
+def _division(kind: str) -> str:
+    if kind == "activations":
+        return "split these layers by batch or domain rather than by filter or channel"
+    return "divide them over the replicas (zero 1 for the optimizer's state, zero 3 for weights too) or by filter"
+
+
+def fragmentation(case: Case) -> Iterator[Finding]:
+    """What an allocator of segments loses at least on the tensors a rank holds; holes that freed ones leave come on top."""
+    peak = case.memory.heaviest
+    cluster, rank = case.prices.cluster, peak.ranks[0]
+    if cluster.device(rank).kind != "gpu":
+        return
+    sizes = [t.local for part in case.parts if rank in part.stage.ranks for t in _held(case, part) for _ in range(t.count)]
+    lost = reserved(sizes) - sum(sizes)
+    holds = _holds(cluster, peak.ranks)
+    tight = peak.bytes <= holds < peak.bytes + lost
+    if lost < FRAGMENTED_SHARE * peak.tensors and not tight:
+        return
+    room = f" and {bytes_text(holds)} in all" if tight else ""
+    yield Finding(
+        name="fragmentation",
+        kind="limit",
+        where=f"rank {rank}",
+        text=f"rank {rank} loses {bytes_text(lost)} or more to the allocator's segments, beside a peak of "
+        f"{bytes_text(peak.bytes)}{room}; use expandable segments or leave that much free",
+        numbers={"bytes": lost, "peak_bytes": float(peak.bytes), "tensors": float(len(sizes))},
+    )
+
+
+def reserved(sizes: list[int]) -> float:
+    """Bytes of segments that hold tensors of these sizes, packed as well as can be."""
+    rounded = [-(-size // CUDA.granularity) * CUDA.granularity for size in sizes]
+    small = sum(size for size in rounded if size <= SMALL)
+    middle = sum(size for size in rounded if SMALL < size < LARGE)
+    large = sum(-(-size // ROUND) * ROUND for size in rounded if size >= LARGE)
+    return float(-(-small // SMALL_SEGMENT) * SMALL_SEGMENT + -(-middle // MIDDLE_SEGMENT) * MIDDLE_SEGMENT + large)
+
+
+def compute_limits(case: Case) -> Iterator[Finding]:
+    """Split kernels that do not shrink with their ranks, and ops that all ranks of an axis do alike."""
+    live = case.pipeline.cut.live
+    every = [(part, one) for part in case.parts if part.stage.mesh.size > 1 for one in shrinks(part, case.prices, live)]
+    yield from _shrinking(case, [(part, one) for part, one in every if one.split > 1])
+    yield from _replicated(case, [(part, one) for part, one in every if one.copies > 1])
+
+
+def _shrinking(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]:
+    taken, ideal = sum(one.local for _, one in some), sum(one.whole / one.split for _, one in some)
+    if not ideal or taken < SHRINKING * ideal:
+        return
+    _, worst = max(some, key=lambda pair: pair[1].excess)
+    yield Finding(
+        name="compute-redundancy",
+        kind="limit",
+        where=worst.path,
+        text=f"split kernels take {taken / ideal:.1f} times an ideal division ({seconds_text(taken)} a micro-batch instead of "
+        f"{seconds_text(ideal)}), most at {worst.path}: {seconds_text(worst.local)} on {worst.split} ranks each, "
+        f"{seconds_text(worst.whole)} on one device; use fewer ranks for these layers or split them by batch",
+        numbers={"seconds": taken, "ideal_seconds": ideal, "factor": taken / ideal,
+                 "layer_factor": worst.local * worst.split / worst.whole if worst.whole else 1.0},
+    )  # fmt: skip
+
+
+def _replicated(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]:
+    wasted = case.microbatches * sum(one.repeated for _, one in some)
+    whole = sum(compute_seconds(case, part) for part in case.parts)
+    if not whole or wasted < REPLICATED_SHARE * whole:
+        return
+    _, worst = max(some, key=lambda pair: pair[1].repeated)
+    yield Finding(
+        name="replicated-compute",
+        kind="limit",
+        where=worst.path,
+        text=f"{len([one for _, one in some if one.repeated])} ops run alike on several ranks, {seconds_text(wasted)} of "
+        f"{seconds_text(whole)} compute ({wasted / whole:.0%}) that a division would save, most at {worst.path} on "
+        f"{worst.copies} ranks; split it, or shorten the axis that does not",
+        numbers={"seconds": wasted, "share": wasted / whole, "copies": float(worst.copies)},
+    )
+
+
+__all__ = ["Finding", "findings"]

@@ -1,0 +1,58 @@
+"""Peak bytes of a training step on every rank of a lowered plan: its list of actions replayed with sizes alone.
+
+What counts is what `runs.measured_memory` measures: memory of torch's allocator, and a rank's share of memory that ranks of a
+host have in common. Ranks whose shards have the same sizes are replayed once.
+
+Left out, because they are small or not the allocator's: single numbers, buffers of gloo and of the interpreter, the counting
+of samples that some losses divide by, and sums over tied parameters. Assumed: cuDNN's workspaces (`gpu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fourfold.oracle.memory.device_rules import CPU, CUDA, Machine
+from fourfold.oracle.memory.forward import Known
+from fourfold.oracle.memory.rank import Peak, RankReplay
+from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.spec.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Peaks of all ranks, those with equal shards together."""
+
+    peaks: tuple[Peak, ...]
+
+    @property
+    def heaviest(self) -> Peak:
+        return max(self.peaks, key=lambda peak: peak.bytes)
+
+    def of(self, rank: int) -> Peak:
+        return next(peak for peak in self.peaks if rank in peak.ranks)
+
+
+def memory(
+    pipeline: Pipeline, placement: Placement, *, optimizer: str = "sgd", machine: Machine = CPU, precision: str = "fp32"
+) -> Memory:
+    """The predicted peak of each rank in one training step, where the ranks run so."""
+    known, peaks = Known(), []
+    for ranks in _kinds(pipeline):
+        replay = RankReplay(pipeline, ranks[0], placement=placement, machine=machine, optimizer=optimizer,
+                            precision=precision, known=known)  # fmt: skip
+        peaks.append(replay.peak(ranks))
+    return Memory(peaks=tuple(peaks))
+
+
+def _kinds(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
+    """The ranks of each place in sets whose shards have the same sizes in all its stages."""
+    for place in pipeline.places:
+        parts = [part for part in pipeline.parts if part.stage.ranks == place]
+        programs = [program for part in parts for program in part.programs.values()]
+        for members in alike(parts[0].stage.mesh, programs):
+            yield tuple(place[member] for member in members)
+
+
+__all__ = ["CPU", "CUDA", "Machine", "Memory", "Peak", "memory"]

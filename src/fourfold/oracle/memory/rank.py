@@ -1,0 +1,363 @@
+"""One rank's training step with blocks of memory instead of numbers: what is stored, then its list of actions in order.
+
+Stages' tensors and messages live as long as in `runtime.execution.runner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fourfold.graph.spec import item_bytes
+from fourfold.optimizers import OPTIMIZERS
+from fourfold.oracle.memory.allocator import Block, Heap
+from fourfold.oracle.memory.backward import Env, Node, Tensor, Var
+from fourfold.oracle.memory.device_rules import Machine
+from fourfold.oracle.memory.forward import Forward, Known
+from fourfold.oracle.memory.steady_state import Rhythm, rhythm
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Coords
+from fourfold.plans.lists.actions import GatherSlices, Sum
+from fourfold.plans.lists.lowered_plan import Part, Pipeline, Task
+from fourfold.plans.lists.result_layout import Strided
+from fourfold.plans.lists.stage_list import StageList
+from fourfold.plans.lists.stage_transfer import incoming, outgoing
+from fourfold.plans.lowering.program import Program
+from fourfold.plans.lowering.stages import Crossing
+from fourfold.plans.spec.placement import Placement
+
+LIBRARY = "library"
+_NO_PRODUCTS = ("conv", "conv_transpose", "attention", "embedding", "lstm")
+"""Kernels with much work that cuBLAS has no part in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes alive at once on some ranks, when that is, and what they are."""
+
+    ranks: tuple[int, ...]
+    bytes: int
+    action: str  # as in the rank's list, or "optimizer"
+    op: str
+    parts: Mapping[str, int]  # bytes by kind; they sum to `bytes`
+
+    @property
+    def tensors(self) -> int:
+        """Bytes without what a library takes for good, however small the model is."""
+        return self.bytes - self.parts.get(LIBRARY, 0)
+
+
+@dataclass
+class _Held:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    nodes: list[Node]
+    leaves: dict[str, Tensor]
+    sent: dict[str, Var]
+    loss: Var | None
+
+
+@dataclass
+class _Stage:
+    """This rank's share of a stage."""
+
+    part: Part
+    coords: Coords
+    lists: dict[int, StageList]  # by size of micro-batch
+    tape: Forward
+    state: Env = field(default_factory=dict)
+    feeds: Env = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        return self.part.program
+
+    @property
+    def list(self) -> StageList:
+        """That of the first, largest micro-batch."""
+        return next(iter(self.lists.values()))
+
+
+class RankReplay:
+    """The replay of one rank."""
+
+    def __init__(
+        self, pipeline: Pipeline, rank: int, *, placement: Placement, machine: Machine, optimizer: str = "sgd",
+        precision: str = "fp32", known: Known | None = None,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, OPTIMIZERS[optimizer], machine
+        self.lists, self.precision = pipeline.lists(placement, precision), precision
+        self.known = known or Known()
+        self.heap = Heap(machine)
+        self.action = ""
+        self.stages = {part.index: self._stage(part) for part in pipeline.parts if rank in part.stage.ranks}
+        if machine.library and any(map(_multiplies, self.stages.values())):
+            for _ in range(2):  # threads that multiply: forward's and backward's
+                self.heap.take(machine.library, LIBRARY)
+        self.messages: dict[tuple[int, int, str, bool, int], list[tuple[Crossing, list[tuple[int, bool]]]]] = {}
+        self.before: object = None  # how things were when the last period began
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.came: dict[tuple[int, str, int], list[tuple[Crossing, list[Block]]]] = {}
+        self.made: dict[str, Block] = {}  # by the last compute action, for other stages
+        self.letters: dict[tuple[int, str], deque[tuple[int, Block]]] = {}  # sent and not known to be taken in, by taker
+        self.turns = pipeline.turns
+        self._run: dict[str, Callable[[Task], None]] = {
+            "F": self._forward, "B": self._backward, "receive": self._receive, "send": self._send, "reduce": self._reduce,
+            "update": self._update,
+        }  # fmt: skip
+
+    def peak(self, ranks: tuple[int, ...]) -> Peak:
+        best, action = self.heap.peak, "start"
+        tasks, at = self.pipeline.tasks(self.rank), 0
+        steady = rhythm(tasks, self.turns, self.pipeline.plan.sizes, (1, len(self.pipeline.places)))
+        while at < len(tasks):
+            at = self._caught_up(steady, at)
+            task = tasks[at]
+            if task.kind in self._run:
+                self._run[task.kind](task)
+            if self.heap.peak > best:
+                best, action = self.heap.peak, "optimizer" if task.kind == "update" else str(task)
+            at += 1
+        parts = {kind: size for kind, size in self.heap.parts.items() if size}
+        return Peak(ranks=ranks, bytes=best, action=action, op=self.heap.where, parts=parts)
+
+    # --- micro-batches that change nothing ---
+
+    def _caught_up(self, steady: Rhythm | None, at: int) -> int:
+        """The task to go on with: where all is as it was a period ago, the last period but the first in the list."""
+        number = steady.number(at) if steady is not None else None
+        if steady is None or number is None:
+            return at
+        now = self._state(number * steady.shift)
+        firsts = {key: queue[0][0] for key, queue in self.letters.items() if queue}
+        same = now == self.before and all(m >= steady.since.get(key, m) for key, m in firsts.items())
+        self.before = now
+        left = steady.times - 1 - number
+        if not same or left < 1:
+            return at
+        self._shift(left * steady.shift)
+        return at + left * steady.period
+
+    def _state(self, origin: int) -> object:
+        """Everything that decides what the next period does, micro-batches counted from `origin`."""
+        held = sorted((stage, m - origin) for stage, m in self.held)
+        came = sorted((stage, way, m - origin, len(taken)) for (stage, way, m), taken in self.came.items())
+        letters = {key: [(m - origin, b.size, b.kind, b.holders) for m, b in queue] for key, queue in self.letters.items()}
+        made = [(name, block.size, block.holders) for name, block in self.made.items()]
+        return dict(self.heap.alive), held, came, letters, made
+
+    def _shift(self, shift: int) -> None:
+        """Let what is under way be that of later micro-batches."""
+        self.held = {(stage, m + shift): held for (stage, m), held in self.held.items()}
+        self.came = {(stage, way, m + shift): taken for (stage, way, m), taken in self.came.items()}
+        self.letters = {key: deque((m + shift, block) for m, block in queue) for key, queue in self.letters.items()}
+
+    # --- what is there when a step begins ---
+
+    def _stage(self, part: Part) -> _Stage:
+        index = part.stage.ranks.index(self.rank)
+        coords = part.stage.mesh.coords(index)
+        lists = {size: self.lists[part.index, size] for size in part.programs}
+        first = next(iter(lists.values()))
+        tape = Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine, known=self.known, lists=first)
+        stage = _Stage(part, coords, lists, tape)
+        program, graph = part.program, part.program.graph
+        self.heap.now = "stored tensors"
+        known = {p.name: p for p in graph.parameters}
+        given = {*graph.inputs, *graph.targets}
+        crossing = {c.value for c in self.pipeline.crossings if c.target == part.index}
+        for name, layout in program.stored.items():
+            if name in crossing:
+                continue
+            item = self._item(graph.values[name].dtype)
+            tensor = self._stored(layout, item, coords, "inputs" if name in given else "weights", part, name)
+            if name in known and known[name].trainable:
+                tensor.var = tape.leaves[name] = Var(leaf=True, size=tensor.bytes)
+            (stage.feeds if name in given else stage.state)[name] = tensor
+        self._beside(stage)
+        return stage
+
+    def _stored(self, layout: Layout, item: int, coords: Coords, kind: str, part: Part, name: str) -> Tensor:
+        shape = layout.local_shape(coords)
+        size = math.prod(shape) * item
+        if kind == "inputs" and self.pipeline.graph.values.get(name) is not None:  # all micro-batches of it
+            whole = [part.programs[n].stored[name].local_shape(coords) for n in self.pipeline.plan.sizes]
+            size = sum(map(math.prod, whole)) * item if self.pipeline.graph.batch_dim(name) is not None else size
+        return Tensor(self.heap.take(size, kind), Strided.fresh(shape), item)
+
+    def _beside(self, stage: _Stage) -> None:
+        """Optimizer state, gradients' places in common or flat memory, slices on the shelf."""
+        program, values = stage.program, stage.program.graph.values
+        for name, layout in program.updates.items():
+            size = math.prod(layout.local_shape(stage.coords)) * self._item(values[name].dtype)
+            for _ in range(self.optimizer.state):
+                self.heap.take(size, "optimizer")
+        messages = stage.list.messages
+        copied = [b.names for b in messages.buckets(stage.coords) if len(b.names) > 1]  # one alone is summed where it lies
+        for name in (name for names in (*copied, *(found.names for found in messages.sums)) for name in names):
+            self.heap.take(stage.state[name].bytes, "summed gradients")
+        for slices in messages.slices:
+            if slices.path == "shared":
+                self.heap.take(2 * self._chunk(stage, slices), "slices")
+        if messages.near:
+            self.heap.take(messages.ring_bytes, "ring")
+
+    def _item(self, dtype: str) -> int:
+        return item_bytes(dtype, self.precision)
+
+    def _chunk(self, stage: _Stage, slices: GatherSlices) -> int:
+        """Bytes that a rank gives at a time when slices are gathered."""
+        return slices.elements * stage.list.messages.item(slices.names[0])
+
+    # --- actions ---
+
+    def _forward(self, task: Task) -> None:
+        stage, m = self.stages[task.stage], task.microbatch
+        size = self.pipeline.plan.sizes[m]
+        program, tape = stage.part.programs[size], stage.tape
+        leaves = self._arrived(task, program)
+        env: Env = dict(stage.state)
+        for name, tensor in stage.feeds.items():
+            shape = program.stored[name].local_shape(stage.coords)
+            env[name] = Tensor(tensor.block, Strided.fresh(shape), tensor.item)
+        env.update(leaves)
+        for tensor in env.values():
+            self.heap.hold(tensor.block)
+        tape.nodes = []
+        tape.forward(stage.lists[size], env)
+        sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == task.stage)
+        live = self.pipeline.cut.live
+        out = {name: env[program.slots.get(name, name)] for name in sent}
+        self._make({name: self.heap.hold(tensor.block) for name, tensor in out.items()})
+        loss = env[program.slots[program.graph.loss]].var if program.graph.loss else None
+        edges = {name: tensor.var for name, tensor in out.items() if name in live and tensor.var is not None}
+        self.held[task.stage, m] = _Held(tape.nodes, leaves, edges, loss)
+        for tensor in env.values():
+            self.heap.drop(tensor.block)
+
+    def _make(self, blocks: dict[str, Block]) -> None:
+        for block in self.made.values():
+            self.heap.drop(block)
+        self.made = blocks
+
+    def _fetched(self, task: Task) -> Iterator[tuple[Crossing, list[Block]]]:
+        """What was received for an action. Its sender has by then taken in what its earlier actions needed: that is let go."""
+        for crossing, buffers in self.came.pop((task.stage, task.kind, task.microbatch), []):
+            peer = crossing.source if task.kind == "F" else crossing.target
+            place, turn = self.turns[peer, task.kind, task.microbatch]
+            for (stage, way), queue in self.letters.items():
+                while queue and _by(self.turns[stage, way, queue[0][0]], place, turn):
+                    self.heap.drop(queue.popleft()[1])
+            yield crossing, buffers
+
+    def _arrived(self, task: Task, program: Program) -> Env:
+        """What was received for a forward, as leaves of its gradients."""
+        out: Env = {}
+        for crossing, buffers in self._fetched(task):
+            layout = self.pipeline.parts[task.stage].slot_layout(crossing.value, self.pipeline.plan.sizes[task.microbatch])
+            shape = layout.local_shape(self.stages[task.stage].coords)
+            item = self._item(program.graph.values[crossing.value].dtype)
+            tensor = Tensor(self._assembled(buffers, math.prod(shape) * item), Strided.fresh(shape), item)
+            if crossing.value in self.pipeline.cut.live:
+                tensor.var = Var(ends=True, size=tensor.bytes)
+            out[crossing.value] = tensor
+        return out
+
+    def _assembled(self, buffers: list[Block], size: int) -> Block:
+        if len(buffers) == 1 and buffers[0].size >= size:
+            return buffers[0]
+        block = self.heap.take(size, "received")
+        for buffer in buffers:
+            self.heap.drop(buffer)
+        return block
+
+    def _backward(self, task: Task) -> None:
+        stage, m = self.stages[task.stage], task.microbatch
+        held = self.held.pop((task.stage, m))
+        came = []
+        for crossing, buffers in self._fetched(task):
+            var = held.sent.get(crossing.value)
+            block = self._assembled(buffers, var.size if var is not None else 0)
+            came.append(block)
+            if var is not None:
+                stage.tape.accumulate(var, self.heap.hold(block))
+        if held.loss is not None:
+            held.loss.grad = self.heap.take(held.loss.size, "backward")
+        stage.tape.backward_of(stage.lists[self.pipeline.plan.sizes[m]], held.nodes, last=task.last)
+        for block in came:
+            self.heap.drop(block)
+        made = {n: t.var.grad or self.heap.take(t.bytes, "backward") for n, t in held.leaves.items() if t.var is not None}
+        self._make(made)
+        for leaf in held.leaves.values():
+            self.heap.drop(leaf.block)
+
+    def _receive(self, task: Task) -> None:
+        for crossing, taken in self._transfers(task, incoming_=True):
+            buffers = [self.heap.take(size, "received") for size, _ in taken]
+            self.came.setdefault((task.stage, task.way, task.microbatch), []).append((crossing, buffers))
+
+    def _send(self, task: Task) -> None:
+        """What is sent is held until it is known to have been taken in; a part of a tensor is copied first."""
+        for crossing, given in self._transfers(task, incoming_=False):
+            for size, whole in given:
+                own = self.made.get(crossing.value) if whole else None
+                block = self.heap.hold(own) if own is not None else self.heap.take(size, "sent")
+                self.letters.setdefault((task.peer, task.way), deque()).append((task.microbatch, block))
+
+    def _transfers(self, task: Task, *, incoming_: bool) -> list[tuple[Crossing, list[tuple[int, bool]]]]:
+        """Per crossing tensor, the messages with other ranks: bytes, and whether it is all this rank has."""
+        key = (task.stage, task.peer, task.way, incoming_, self.pipeline.plan.sizes[task.microbatch])
+        if key not in self.messages:
+            self.messages[key] = list(self._listed(task, incoming_))
+        return self.messages[key]
+
+    def _listed(self, task: Task, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
+        size, values = self.pipeline.plan.sizes[task.microbatch], self.pipeline.loss.graph.at(1).values
+        ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
+        for crossing in self.pipeline.between(*ends, task.way):
+            source, target = (self.pipeline.side(end, crossing.value, size) for end in ends)
+            items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
+            mine = target if incoming_ else source
+            whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))
+            item = self._item(values[crossing.value].dtype)
+            yield crossing, [(t.numel * item, t.numel == whole) for t in items if not (incoming_ and t.peer == self.rank)]
+
+    def _reduce(self, task: Task) -> None:
+        """What is left of the sums of gradients; through shared memory, they move to where they are summed."""
+        stage = self.stages[task.stage]
+        for action in stage.list.finish(stage.coords):
+            if isinstance(action, Sum):
+                for name in action.names:
+                    var = stage.tape.leaves[name]
+                    if var.grad is not None:
+                        self.heap.drop(var.grad)
+                        var.grad = None
+            else:
+                stage.tape.act((action,))
+
+    def _update(self, task: Task) -> None:
+        self.heap.now = "optimizer"
+        sizes = [
+            math.prod(layout.local_shape(stage.coords)) * stage.list.messages.item(name)
+            for stage in self.stages.values()
+            for name, layout in stage.program.updates.items()
+        ]
+        self.heap.pass_through(self.optimizer.scratch * max(sizes, default=0), "workspace")
+        for stage in self.stages.values():
+            for slices in stage.list.messages.slices:
+                if slices.path != "shared":
+                    count = stage.list.paths.extent(slices.axes)
+                    flat = 0 if slices.path == "direct" else count  # the library's, which is copied out
+                    self.heap.pass_through((1 + count + flat) * self._chunk(stage, slices), "slices")
+
+
+def _by(action: tuple[int, int], place: int, turn: int) -> bool:
+    """Whether an action is done at a place, at a turn or before."""
+    return action[0] == place and action[1] <= turn
+
+
+def _multiplies(stage: _Stage) -> bool:
+    """Whether a stage has matrix products of its own."""
+    return any(c.nest.anchor and c.nest.kernel not in _NO_PRODUCTS for c in stage.program.computes())

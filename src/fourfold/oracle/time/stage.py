@@ -1,0 +1,245 @@
+"""The time of one stage's lists: each action priced, in order. Nothing is decided here.
+
+Ranks of a stage whose shards have the same sizes do the same: one of each kind is looked at. They meet at every exchange,
+so between two exchanges the slowest kind counts. Left out: the order in which autograd takes branches, which changes no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from fourfold.cluster import Collective
+from fourfold.graph.spec import computed_as
+from fourfold.oracle.prices.kernels import Kernel, kernel_of
+from fourfold.oracle.prices.prices import UNKNOWN_SPREAD, KernelTime, Prices
+from fourfold.oracle.time.gradient_accumulation import gradient_sums
+from fourfold.oracle.time.items import Item
+from fourfold.oracle.time.stage_comm import Meeting
+from fourfold.plans.lists.actions import (
+    Action,
+    Await,
+    Back,
+    Fetch,
+    GatherSlices,
+    Give,
+    Launch,
+    Limit,
+    Opening,
+    Sum,
+    Update,
+    flat,
+)
+from fourfold.plans.lists.comm_batches import Bucket
+from fourfold.plans.lists.kernel_collectives import collectives_inside
+from fourfold.plans.lists.rank_classes import alike, share_of
+from fourfold.plans.lists.saved_tensors import Share
+from fourfold.plans.lists.stage_list import StageList
+from fourfold.plans.lowering.program import Compute, Move
+
+
+class StagePrices:
+    """The items of one stage and size of micro-batch: its lists, priced."""
+
+    def __init__(self, lists: StageList, prices: Prices, beside: tuple[tuple[int, ...], ...] = ()) -> None:
+        self.lists, self.messages, self.prices, self.live = lists, lists.messages, prices, lists.messages.live
+        self.program, self.mesh, self.ranks = lists.program, lists.paths.mesh, lists.paths.ranks
+        self.graph, self.dtypes = self.program.graph, computed_as(self.messages.precision)
+        self.stands = {m: n for members in alike(self.mesh, [self.program]) for m, n in self._firsts(members)}
+        self.members = list(self.stands)
+        self.coords = self.mesh.coords(self.members[0])
+        self.gradients = dict.fromkeys(self.live, True)
+        self._known: dict[int, list[tuple[KernelTime, int]]] = {}  # by the identity of a step of the program
+        self.meeting = Meeting(prices=prices, paths=lists.paths, members=self.members, graph=self.graph, beside=beside)
+        self.fanout = self._fanout()
+        self._price: dict[type, Callable[[Any], Iterable[Item]]] = {
+            Compute: partial(self._compute, way="forward"), Move: self._exchange, Back: self._back, Launch: self._launch,
+            Await: self._await, Fetch: self._fetch, Give: self._give, Limit: self._limit, Sum: self._sum,
+        }  # fmt: skip
+
+    def _firsts(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Of members alike, the first on each kind of device, and for how many it stands."""
+        found: dict[str, list[int]] = {}
+        for member in members:
+            found.setdefault(self._device(member), []).append(member)
+        return ((some[0], len(some)) for some in found.values())
+
+    def forward(self) -> list[Item]:
+        return self._waited(self._priced(self.lists.forward))
+
+    def backward(self, *, last: bool = True) -> list[Item]:
+        """`last`: whether gradients are complete after it, so that their sums are sent on the way where they can be."""
+        actions = self.lists.last(self.coords) if last else self.lists.backward
+        stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
+        return self._waited([*self._priced(actions), *(item for items in stored for item in items)])
+
+    def reductions(self) -> list[Item]:
+        """The gradient sums left for after backward."""
+        return list(self._priced(self.lists.finish(self.coords)))
+
+    def _priced(self, actions: Iterable[Action]) -> Iterator[Item]:
+        """The items of a list."""
+        self.sent: list[str] = []  # messages with gradients of divided weights
+        self.unpacking: dict[str, list[Item]] = {}  # by message: what follows its arrival
+        for action in flat(actions):
+            price = self._price.get(type(action))
+            yield from price(action) if price is not None else ()
+
+    def _waited(self, items: Iterable[Item]) -> list[Item]:
+        """The items, messages in which ranks meet as long as they are after what is computed before."""
+        if not self.prices.cluster.measured.waits:
+            return list(items)
+        out, computing = [], 0.0
+        for item in items:
+            if not item.meets:
+                computing += item.seconds * item.busy
+            elif not item.starts:
+                if item.source == "measured" and item.pattern != "shared_gather":
+                    groups = self.meeting.groups(item.axes)
+                    item = replace(item, seconds=item.seconds + self.prices.waiting(groups, computing))
+                computing = 0.0
+            out.append(item)
+        return out
+
+    # --- actions ---
+
+    def _exchange(self, move: Move) -> list[Item]:
+        return self.meeting.exchange(move.exchange, move.value, move.kind)
+
+    def _back(self, action: Back) -> Iterator[Item]:
+        step = action.step
+        if isinstance(step, Compute):
+            yield from (item for name in step.op.results for item in self.fanout.get(name, ()))
+            yield from self._compute(step, way="backward")
+        elif step.target not in self._gathered:
+            yield from self.meeting.exchange(step.exchange.adjoint, step.value, step.kind)
+
+    @cached_property
+    def _gathered(self) -> frozenset[str]:
+        """Slots of divided weights: what their exchange costs stands in the actions around it."""
+        return frozenset(move.target for move in self.messages.moves)
+
+    def _launch(self, action: Launch) -> Iterator[Item]:
+        message = action.message
+        if isinstance(message, Opening):
+            items = self._exchange(message.move)
+            last = max(k for k, item in enumerate(items) if item.meets)
+            self.unpacking[message.key] = items[last + 1 :]
+            yield from (*items[:last], replace(items[last], starts=message.key))
+        elif isinstance(message, Bucket):
+            if len(message.names) > 1:
+                yield self.meeting.copied("gradient_exchange", message.key, 2.0 * message.bytes)
+            yield self._started(message.key, "all_reduce", message.axes, float(message.bytes))
+        else:
+            self.sent += [message.key] if message.gradients else []
+            given = zip(message.moves, message.steps, strict=True)
+            size = sum(self.meeting.given(step, self.meeting.item(move.value)) for move, step in given)
+            yield self._started(message.key, "all_to_all", message.axes, size)
+
+    def _started(self, key: str, kind: Collective, axes: tuple[str, ...], size: float) -> Item:
+        return self.meeting.met("gradient_exchange", key, kind, axes, size, starts=key)
+
+    def _await(self, action: Await) -> Iterator[Item]:
+        yield self._awaited(action.message.key)
+        yield from self.unpacking.pop(action.message.key, ())
+
+    def _limit(self, action: Limit) -> Iterator[Item]:
+        over = self.sent[: max(len(self.sent) - action.most, 0)]
+        if over:
+            yield self._awaited(over[-1])
+
+    def _awaited(self, key: str) -> Item:
+        return Item(category="gradient_exchange", label=key, seconds=0.0, awaits=key)
+
+    def _fetch(self, action: Fetch) -> Iterator[Item]:
+        """Through shared memory, n bytes are read and written."""
+        if action.source is None:
+            yield self._copied(action.move, "shared_fetch", 2.0)
+
+    def _give(self, action: Give) -> Iterator[Item]:
+        """Through shared memory of p ranks: 2 n bytes to put a gradient there, and 3 n (p-1)/p to add those of others."""
+        if action.target is None:
+            count = self.lists.paths.extent(action.move.exchange.steps[0].axes)
+            yield self._copied(action.move, "shared_give", 2 + 3 * (count - 1) / count)
+
+    def _copied(self, move: Move, kind: Collective, times: float) -> Item:
+        """A divided weight or its gradient through shared memory: as measured or, where nothing was, by the bytes moved."""
+        step = move.exchange.steps[0]
+        size = self.meeting.numel(step.target) * self.meeting.item(move.value)
+        cost = self.prices.measured(kind, self.meeting.groups(step.axes), size)
+        if cost is None:
+            return self.meeting.copied("gradient_exchange", move.value, times * size)
+        return Item(category="gradient_exchange", label=move.value, seconds=cost.seconds, spread=cost.spread or 0.0,
+                    source="measured", size=size)  # fmt: skip
+
+    def _sum(self, action: Sum) -> Iterator[Item]:
+        size = sum(self.meeting.numel(self.program.stored[n]) * self.meeting.item(n) for n in action.names)
+        yield self.meeting.met("gradient_exchange", "gradients", "shared_sum", action.axes, float(size))
+
+    def _compute(self, step: Compute, *, way: Literal["forward", "backward"]) -> list[Item]:
+        times = self._times(step)
+        spent = [t.forward if way == "forward" else t.backward for t, _ in times]
+        seconds = max(spent)
+        slowest, _ = times[spent.index(seconds)]
+        even = sum(n * s for (_, n), s in zip(times, spent, strict=True)) / seconds / self.mesh.size if seconds else 1.0
+        spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
+        out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
+                    even=even, source=slowest.source, asked=slowest.asked[0 if way == "forward" else 1])]  # fmt: skip
+        return [*out, *self._inside(step, backward=way == "backward")]
+
+    def _fanout(self) -> dict[str, list[Item]]:
+        """By value, the sums of the gradients that its readers give it. On processors they are left out: they are not among
+        the kernels timed there, and what that costs was not measured."""
+        out: dict[str, list[Item]] = {}
+        member = self.members[0]
+        if self.prices.cluster.device(self.ranks[member]).kind == "cpu":
+            return out
+        for name, kernel in gradient_sums(self.program, self.mesh.coords(member), self.live, self.dtypes):
+            time = self.prices.kernel(kernel, self.ranks[member])
+            spread = time.forward * (time.spread if time.spread is not None else UNKNOWN_SPREAD[time.source])
+            out.setdefault(name, []).append(Item(category="compute", label=f"gradients of {name}", seconds=time.forward,
+                                                 spread=spread, source=time.source, asked=time.asked[0]))  # fmt: skip
+        return out
+
+    def _times(self, step: Compute) -> list[tuple[KernelTime, int]]:
+        """A step's times on each kind of member, and how many there are; worked out once for its forward and its backwards,
+        and for members that differ elsewhere."""
+        if id(step) not in self._known:
+            kinds: dict[tuple[tuple[int, ...], str], list[int]] = {}
+            for m in self.members:
+                kinds.setdefault((share_of(step, self.mesh.coords(m)), self._device(m)), []).append(m)
+            self._known[id(step)] = [
+                (self.prices.kernel(self.kernel(step, some[0]), self.ranks[some[0]]), sum(self.stands[m] for m in some))
+                for some in kinds.values()
+            ]
+        return self._known[id(step)]
+
+    def _device(self, member: int) -> str:
+        return self.prices.cluster.device(self.ranks[member]).name
+
+    def kernel(self, step: Compute, member: int) -> Kernel:
+        """A step as one member of the stage runs it."""
+        return kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
+
+    def _inside(self, step: Compute, *, backward: bool) -> Iterator[Item]:
+        """The collectives inside a kernel that works over several ranks."""
+        if step.axes_of("joint") or step.axes_of("sum"):
+            items = (tuple(map(self.messages.item, names)) for names in (step.op.operands, step.op.results))
+            for inside in collectives_inside(Share(step, self.coords, *items), backward=backward):
+                kind: Collective = "shared_gather" if self.lists.paths.small(inside.axes, inside.size) else inside.kind
+                label = f"{step.op.path} statistics"
+                yield self.meeting.met("layer_exchange", label, kind, inside.axes, float(inside.size))
+
+    # --- updates ---
+
+    def updated_bytes(self) -> float:
+        """Bytes of parameters the optimizer of one rank updates."""
+        (update,) = (action for action in self.lists.update if isinstance(action, Update))
+        updates = self.program.updates
+        return float(sum(self.meeting.numel(updates[name]) * self.meeting.item(name) for name in update.names))
+
+    def gathered_bytes(self, slices: GatherSlices) -> float:
+        """Bytes of the parameters that the gathering of updated slices (ZeRO-1) completes."""
+        return float(sum(self.meeting.numel(self.program.stored[n]) * self.meeting.item(n) for n in slices.names))

@@ -1,0 +1,121 @@
+"""The exchanges of one stage priced: which groups meet, how many bytes, how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fourfold.graph import Graph
+from fourfold.graph.spec import item_bytes
+from fourfold.oracle.memory.exchange_memory import joins
+from fourfold.oracle.prices.collectives import Cost
+from fourfold.oracle.prices.prices import UNKNOWN_SPREAD, Prices
+from fourfold.oracle.time.items import Category, Item
+from fourfold.plans.layout.exchange import Exchange, Step
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists.paths import Paths
+
+CATEGORY_OF: dict[str, Category] = {
+    "halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The ranks of a stage and what their exchanges cost. `members`: one of each kind; `beside`: ranks of other stages like it,
+    which work at the same time. Where collectives were measured, those of several groups at once say what that costs."""
+
+    prices: Prices
+    paths: Paths
+    members: Sequence[int]
+    graph: Graph
+    beside: tuple[tuple[int, ...], ...] = ()
+    _groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
+    _costs: dict[tuple[str, tuple[str, ...], float], Cost] = field(default_factory=dict, compare=False, repr=False)
+
+    def item(self, value: str) -> int:
+        """Bytes of an element."""
+        return item_bytes(self.graph.values[value].dtype, self.prices.precision)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.paths.mesh
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.paths.ranks
+
+    def exchange(self, exchange: Exchange, value: str, kind: str) -> list[Item]:
+        """The items of a move, or of its adjoint."""
+        category, item, out = CATEGORY_OF[kind], self.item(value), []
+        for step in exchange.steps:
+            size = self.size(step, item)
+            if step.pattern in ("local", "none"):
+                out.append(self.copied(category, value, 2 * size))
+            else:
+                near = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
+                out.append(self.met(category, value, "shared_gather" if near else step.pattern, step.axes, size))
+                packed = max(_packed(step, member, item) for member in self.members)
+                out += [self.copied(category, value, 2 * packed)] if packed else []
+        return out
+
+    def size(self, step: Step, item: int) -> float:
+        """The bytes of a collective, as curves define them, on the rank that has most."""
+        return float(max(step.size(member, item) for member in self.members))
+
+    def given(self, step: Step, item: int) -> float:
+        """The bytes the rank that gives most has for others."""
+        return max(_given(step, member, item) for member in self.members)
+
+    def numel(self, layout: Any) -> int:
+        """Elements on the first kind of rank."""
+        return math.prod(layout.local_shape(self.mesh.coords(self.members[0])))
+
+    def copied(self, category: Category, label: str, moved: float) -> Item:
+        """Bytes read or written in this rank's memory."""
+        seconds = self.prices.copying(moved, self.ranks[self.members[0]])
+        return Item(category=category, label=label, seconds=seconds, spread=0.1 * seconds, source="roofline", size=moved)
+
+    def met(
+        self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = ""
+    ) -> Item:
+        """A collective. `starts`: the message that it puts on its way."""
+        cost = self._cost(kind, axes, size)
+        source = "measured" if cost.measured else "roofline"
+        spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
+        return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source,
+                    pattern=kind, axes=axes, size=size, starts=starts)  # fmt: skip
+
+    def _cost(self, kind: Any, axes: tuple[str, ...], size: float) -> Cost:
+        """Layers repeat, and so do their exchanges: each is priced once."""
+        if (kind, axes, size) not in self._costs:
+            self._costs[kind, axes, size] = self.prices.collective(kind, self.groups(axes), size)
+        return self._costs[kind, axes, size]
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of all groups along the axes that may meet at once."""
+        if axes not in self._groups:
+            others = self.beside if self.prices.cluster.measured.curves else ()
+            self._groups[axes] = tuple(g for ranks in (self.ranks, *others) for g in groups_along(self.mesh, ranks, axes))
+        return self._groups[axes]
+
+
+def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ranks[member] for member in group) for group in mesh.groups(axes))
+
+
+def _packed(step: Step, member: int, item: int) -> float:
+    """Bytes that are copied before an exchange, so that they lie in order for it, and after it."""
+    coords = step.mesh.coords(member)
+    have, want = (float(math.prod(layout.local_shape(coords)) * item) for layout in (step.source, step.target))
+    if step.pattern == "all_to_all":
+        return _given(step, member, item) + want
+    if step.pattern in ("all_gather", "reduce_scatter") and not joins(step, member):
+        return max(have, want)
+    return 0.0
+
+
+def _given(step: Step, member: int, item: int) -> float:
+    return float(item * step.given(member))

@@ -1,0 +1,122 @@
+"""What is asked of the planner, and what it answers: values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fourfold.cluster import Cluster
+from fourfold.errors import InvalidInput
+from fourfold.graph import Graph
+from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.predict import Prediction, sized
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.estimate import Estimate
+from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.spec.plan import SPLITS, Plan
+from fourfold.units import bytes_text
+
+AUTO = "auto"
+
+Measure = Callable[[Sequence[Pipeline]], Prices]
+"""Times the kernels of some lowered plans that no table has, and gives prices that know them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, a batch and a cluster, and what restricts the answer.
+
+    `strategies`: only these named ones (``auto``: what the planner finds); none: all. `fixed`: patterns of ops and the split
+    they shall have on some axis. `limit`: seconds after which the best so far is the answer.
+    """
+
+    graph: Graph
+    batch: int
+    setting: Setting
+    strategies: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, str], ...] = ()
+    limit: float = float("inf")
+    measure: Measure | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
+        if self.graph.batch is not None and self.graph.batch != self.batch:
+            raise InvalidInput(f"the model fixes its batch at {self.graph.batch}, {self.batch} is asked for; "
+                               f"use {self.graph.batch}")  # fmt: skip
+        if self.limit <= 0:
+            raise InvalidInput(f"--time-limit {self.limit:g}; give it more than 0 seconds")
+        for pattern, split in self.fixed:
+            if split not in SPLITS and not split.startswith("domain:"):
+                raise InvalidInput(f"--fix {pattern}={split}: unknown split; use one of {', '.join(SPLITS)} or domain:<i>")
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.setting.cluster
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan with its predicted step. Its memory is worked out when first asked for: most candidates are too slow to matter."""
+
+    plan: Plan
+    pipeline: Pipeline = field(repr=False)
+    prices: Prices = field(repr=False)
+    estimate: Estimate = field(repr=False)
+    optimizer: str
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.step_seconds
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        return sized(self.pipeline, self.prices, self.estimate, optimizer=self.optimizer)
+
+    @property
+    def feasible(self) -> bool:
+        return self.prediction.feasible
+
+    @property
+    def over(self) -> float:
+        """Bytes by which the tightest rank is over its device's memory."""
+        needed = self.prediction.memory.of(self.prediction.tightest).bytes
+        return max(needed - self.prediction.capacity, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A strategy that cannot be, and why."""
+
+    strategy: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Plans, the best first, then the others by their steps, whether they fit or not; strategies that cannot be; notes."""
+
+    task: Task
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits, or one as good as equal to it that needs less machinery."""
+        return self.candidates[0] if self.candidates and self.candidates[0].feasible else None
+
+    def nearest(self) -> str:
+        """Where nothing fits, what comes nearest to it, and what would help, in a line."""
+        if not self.candidates:
+            first = self.refusals[0] if self.refusals else None
+            return f"{first.strategy}: {first.reason}" if first is not None else "nothing was tried"
+        near = min(self.candidates, key=lambda c: c.over)
+        limit = next(finding for finding in near.prediction.findings if finding.name == "memory-capacity")
+        return f"{near.plan.strategy} on {near.plan.mesh} comes nearest, {bytes_text(near.over)} over: {limit.text}"

@@ -1,0 +1,287 @@
+"""The surrogate: what every split of every knot costs on one mesh, each term by the oracle's own functions, as a sum.
+
+For one micro-batch (or, without a pipeline, the batch), with the choice x_k of every knot k:
+
+- cost_k: the knot lowered alone (`plans.lowering.lower.lower_part`) and priced by `oracle.time.stage.StagePrices`: kernels both
+  ways, exchanges and statistics inside it; `oracle.prices.prices.Prices.update` of its weights; and its gradient sums, of those
+  sent beside backward less the part `hidden` that is taken to vanish there. Sums and updates count `1 / microbatches`: they
+  come once for a batch.
+- cost_jk: `oracle.time.stage_comm.Meeting.exchange` from what j makes to what k needs of it, and of its adjoint.
+- memory_k: weights, gradients, optimizer state and kept activations by `oracle.findings.redundancy.held`; memory_jk: what k
+  keeps of j in another layout than j does.
+
+Left out, so that it is a sum: waiting for slower ranks, stages and messages, and that a value two knots need alike is moved
+once. Its optima for several `hidden` are put in order by `Surrogate.played`, which lets the sums run beside backward, and the
+first of them are replayed in full.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from fourfold.errors import Infeasible
+from fourfold.graph import Graph
+from fourfold.ops.nest import Nest, nest_of
+from fourfold.oracle.findings.redundancy import held
+from fourfold.oracle.prices.prices import Prices
+from fourfold.oracle.time.items import Item
+from fourfold.oracle.time.stage import StagePrices
+from fourfold.oracle.time.stage_comm import Meeting
+from fourfold.planner.splits.problem import Problem
+from fourfold.planner.splits.split_groups import Knot
+from fourfold.plans.layout.exchange import Exchange
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.layout.mesh import Mesh
+from fourfold.plans.lists.lowered_plan import Part
+from fourfold.plans.lists.messages import StageMessages
+from fourfold.plans.lists.paths import Paths
+from fourfold.plans.lists.stage_list import StageList
+from fourfold.plans.lowering.lower import Surroundings, lower_part
+from fourfold.plans.spec.plan import Plan, Stage, matches
+from fourfold.plans.spec.policy import Policy
+
+LIGHT = 0.05  # of all FLOPs: an op that does no more may run whole on every rank
+Choice = tuple[tuple[str, str], ...]
+"""For each axis of more than one rank, its split."""
+Fix = tuple[str, str]
+"""A pattern of ops and the split they shall have on some axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where knots are priced: a mesh on some ranks of a cluster. `splits`: which may be tried on each axis."""
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    splits: Mapping[str, tuple[str, ...]]
+    prices: Prices
+    optimizer: str
+    size: int  # examples of a micro-batch
+    microbatches: int = 1
+
+    @cached_property
+    def wide(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh.names if self.mesh.extent(axis) > 1)
+
+    @cached_property
+    def paths(self) -> Paths:
+        return Paths(self.mesh, self.ranks, self.prices.placement, Policy())
+
+    @cached_property
+    def sharers(self) -> int:
+        return self.prices.cluster.sharers(self.ranks[0])
+
+    @cached_property
+    def crowd(self) -> float:
+        """How many ranks take turns on a core."""
+        cores = self.prices.cluster.device(self.ranks[0]).cores
+        return max(1.0, self.sharers / cores) if cores else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A knot under a choice. `layouts` by the knot's numbers: what it needs of others, and what it makes."""
+
+    seconds: float  # both ways
+    backward: float  # of these
+    sums: float  # of its gradients, after backward
+    sent: float  # and beside it
+    update: float
+    stored: float  # bytes of weights, gradients, state
+    kept: float  # bytes of activations, a micro-batch
+    layouts: Mapping[int, Layout]
+    ops: tuple[float, ...]  # seconds by op of the knot's graph
+
+
+@dataclass(kw_only=True)
+class Surrogate:
+    """All knots of a graph at one place. Equal knots are priced once, equal exchanges too."""
+
+    graph: Graph
+    knots: Sequence[Knot]
+    live: frozenset[str]
+    place: Place
+    fixed: Sequence[Fix] = ()
+    _priced: dict[tuple[str, Choice], Priced | None] = field(default_factory=dict)
+    _moves: dict[tuple[Layout, Layout, int, bool], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        concrete = self.graph.at(self.place.size)
+        self.meeting = Meeting(prices=self.place.prices, paths=self.place.paths, members=[0], graph=concrete)
+        self.flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
+        anchors = [concrete.producer[knot.anchor.results[0]] for knot in self.knots]
+        self.options = [self._options(knot, nest_of(op, concrete)) for knot, op in zip(self.knots, anchors, strict=True)]
+
+    def _options(self, knot: Knot, nest: Nest) -> list[tuple[Choice, Priced]]:
+        """The choices of a knot that can be, priced."""
+        wanted = [split for pattern, split in self.fixed if matches(pattern, knot.anchor)]
+        light = nest.flops <= LIGHT * self.flops
+        found = []
+        for choice in choices(nest, self.place, light=light or "replicate" in wanted):
+            if all(split in dict(choice).values() for split in wanted):
+                priced = self.priced(knot, choice)
+                if priced is not None:
+                    found.append((choice, priced))
+        if not found:
+            asked = f" by {' and '.join(wanted)}, as asked" if wanted else ""
+            raise Infeasible(f"{knot.anchor.path} cannot be split{asked} over {self.place.mesh}")
+        return found
+
+    def priced(self, knot: Knot, choice: Choice) -> Priced | None:
+        """None where the knot cannot be split so."""
+        key = (knot.key, choice)
+        if key not in self._priced:
+            try:
+                self._priced[key] = _priced(knot, choice, self.place, self.live)
+            except Infeasible:
+                self._priced[key] = None
+        return self._priced[key]
+
+    def problem(self, hidden: float, in_flight: int = 1) -> Problem:
+        """The sum to minimise."""
+        often = 1 / self.place.microbatches
+        seen = 1 - hidden
+        costs = [np.array([p.seconds + often * (p.sums + seen * p.sent + p.update) for _, p in some]) for some in self.options]
+        memory = [np.array([p.stored + in_flight * p.kept for _, p in some]) for some in self.options]
+        sizes = {pair: in_flight * extra for pair, (_, extra) in self._pairs.items()}
+        pairs = {pair: seconds for pair, (seconds, _) in self._pairs.items()}
+        return Problem(costs=tuple(costs), memory=tuple(memory), pairs=pairs, pair_memory=sizes)
+
+    def played(self, chosen: Sequence[int]) -> float:
+        """Seconds of a batch without stages: gradient sums go out one after the other as backward comes to them, and what is
+        still under way at its end is waited for. Half of what moves between knots moves in backward."""
+        now = wire = total = 0.0
+        moved = [0.0] * len(self.knots)
+        for (j, k), (seconds, _) in self._pairs.items():
+            moved[k] += float(seconds[chosen[j], chosen[k]])
+        for knot in reversed(self.knots):
+            priced = self.options[knot.index][chosen[knot.index]][1]
+            total += priced.seconds + moved[knot.index] + priced.sums + priced.update
+            now += priced.backward
+            wire = max(wire, now) + priced.sent if priced.sent else wire
+            now += moved[knot.index] / 2
+        return total + max(wire - now, 0.0)
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+        """By pair of knots: seconds and bytes of all that one reads of the other."""
+        out: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        for knot in self.knots:
+            for value, maker in knot.reads:
+                seconds, extra = self._pair(value, self.knots[maker], knot)
+                known = out.get((maker, knot.index))
+                out[maker, knot.index] = (seconds, extra) if known is None else (known[0] + seconds, known[1] + extra)
+        return out
+
+    def _pair(self, value: str, maker: Knot, reader: Knot) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of moving a value, and bytes the reader keeps besides the maker, by the choices of both."""
+        haves = [p.layouts[maker.number[value]] for _, p in self.options[maker.index]]
+        needs = [p.layouts[reader.number[value]] for _, p in self.options[reader.index]]
+        item = self.meeting.item(value)
+        seconds = np.array([[self.moved(have, need, value) for need in needs] for have in haves])
+        keeps = value in reader.saved
+        extra = np.array([[
+            item * _numel(need) if keeps and (value not in maker.saved or have.dims != need.dims) else 0.0
+            for need in needs] for have in haves])  # fmt: skip
+        return seconds, extra
+
+    def moved(self, have: Layout, need: Layout, value: str) -> float:
+        """Seconds of an exchange and its adjoint."""
+        if have == need:
+            return 0.0
+        live = value in self.live
+        key = (have, need, self.meeting.item(value), live)
+        if key not in self._moves:
+            there = Exchange(self.place.mesh, have, need)
+            ways = [there, there.adjoint] if live else [there]
+            items = [item for way in ways for item in self.meeting.exchange(way, value, "layer_exchange")]
+            self._moves[key] = _seconds(items, self.place)
+        return self._moves[key]
+
+    def rules(self, chosen: Sequence[int]) -> tuple[tuple[str, dict[str, str]], ...]:
+        """The splits as a plan has them."""
+        taken = [some[c][0] for some, c in zip(self.options, chosen, strict=True)]
+        return tuple((knot.anchor.path, dict(choice)) for knot, choice in zip(self.knots, taken, strict=True))
+
+
+def choices(nest: Nest, place: Place, *, light: bool) -> list[Choice]:
+    """All splits of an anchor: on each axis one that leaves nobody without a part. `light`: little is lost by running it
+    whole on every rank."""
+    axes = place.wide
+    if not axes:  # said all the same, so that the anchor is placed and does not wait for a reader
+        return [((place.mesh.names[0], "replicate"),)]
+    out = []
+    for splits in itertools.product(*(_on(nest, place, axis, light) for axis in axes)):
+        room = all(_room(nest, split) >= _parts(place, axes, splits, split) for split in set(splits) - {"replicate"})
+        if room:
+            out.append(tuple(zip(axes, splits, strict=True)))
+    return out
+
+
+def _on(nest: Nest, place: Place, axis: str, light: bool) -> tuple[str, ...]:
+    extent = place.mesh.extent(axis)
+    found = tuple(split for split in place.splits[axis] if split != "replicate" and _room(nest, split) >= extent)
+    whole = light and "replicate" in place.splits[axis]
+    return (*found, "replicate") if whole or not found else found
+
+
+def _parts(place: Place, axes: Iterable[str], splits: Iterable[str], split: str) -> int:
+    return math.prod(place.mesh.extent(axis) for axis, other in zip(axes, splits, strict=True) if other == split)
+
+
+def _room(nest: Nest, split: str) -> int:
+    """Into how many parts a split can go."""
+    return max((loop.size // loop.unit // loop.outer for loop in nest.labelled(split)), default=0)
+
+
+def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> Priced:
+    rules = ((knot.anchor.path, dict(choice)),)
+    plan = Plan(graph="", batch=place.size, mesh=place.mesh, splits=rules)
+    program = lower_part(knot.graph, plan, around=Surroundings(live=live))
+    stage = Stage(first="", ranks=place.ranks, mesh=place.mesh)
+    part = Part(index=0, stage=stage, graph=knot.graph, programs={place.size: program})
+    stages = StagePrices(StageList(StageMessages(program, place.paths, live, place.prices.precision)), place.prices)
+    forward, backward = stages.forward(), stages.backward()
+    sent = [item for item in backward if item.category == "gradient_exchange"]
+    back = [item for item in backward if item.category != "gradient_exchange"]
+    work = [*forward, *back]
+    sizes = held(part, place.optimizer, 1, place.prices.precision)
+    known = dict(program.layouts)
+    for step in reversed(program.computes()):  # of what is read, how the first reader needs it
+        known.update((n, need) for n, need in zip(step.op.operands, step.needs, strict=True) if n in knot.graph.inputs)
+    return Priced(
+        seconds=_seconds(work, place),
+        backward=_seconds(back, place),
+        sums=_seconds(stages.reductions(), place),
+        sent=_seconds(sent, place),
+        update=place.crowd * place.prices.update(place.optimizer, stages.updated_bytes(), place.ranks[0]),
+        stored=float(sum(h.local * h.count for h in sizes if h.kind != "activations")),
+        kept=float(sum(h.local * h.count for h in sizes if h.kind == "activations")),
+        layouts={number: known[name] for name, number in knot.number.items() if name in known},
+        ops=_by_op(knot, work, place),
+    )
+
+
+def _seconds(items: Iterable[Item], place: Place) -> float:
+    if place.sharers == 1:
+        return sum(item.seconds for item in items)
+    return sum(item.seconds * item.busy * max(place.crowd * item.even, 1.0) for item in items)
+
+
+def _by_op(knot: Knot, items: Sequence[Item], place: Place) -> tuple[float, ...]:
+    """Seconds by op; what has no op's name is the anchor's."""
+    at = {op.path: k for k, op in enumerate(knot.graph.ops)}
+    out = [0.0] * len(knot.graph.ops)
+    for item in items:
+        out[at.get(item.label, at[knot.anchor.path])] += _seconds([item], place)
+    return tuple(out)
+
+
+def _numel(layout: Layout) -> int:
+    return math.prod(own.counts[0] for own in layout.dims)

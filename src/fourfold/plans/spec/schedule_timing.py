@@ -1,0 +1,57 @@
+"""How long a schedule takes with given stage times: an event replay of its actions alone, before any program exists.
+
+`stream`: transfers cost nothing (asynchronous devices). `blocking`: the receiver stands still while a micro-batch
+arrives, the sender does not (both standing would make 168 of BaPipe's 138.5). `overlapped`: a transfer takes its time on
+the link, behind compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from fourfold.plans.spec.schedule import Action, Schedule, needs
+
+Transfers = Literal["stream", "blocking", "overlapped"]
+
+
+def makespan(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], transfer: float, transfers: Transfers
+) -> float:
+    """The time of one mini-batch: `forward[s]` and `backward[s]` per micro-batch, `transfer` per stage boundary."""
+    ends: dict[Action, float] = {}
+    free = [0.0] * schedule.ranks
+    at = [0] * schedule.ranks
+    while any(at[r] < len(row) for r, row in enumerate(schedule.rows)):
+        before = list(at)
+        for rank, row in enumerate(schedule.rows):
+            while at[rank] < len(row) and _ready(schedule, row[at[rank]], ends):
+                action = row[at[rank]]
+                free[rank] = _end(schedule, action, ends, free[rank], forward, backward, transfer, transfers)
+                ends.update({half: free[rank] for half in action.halves})
+                at[rank] += 1
+        if at == before:
+            raise ValueError(f"schedule {schedule.name} waits for ever")
+    return max(free)
+
+
+def _ready(schedule: Schedule, action: Action, ends: dict[Action, float]) -> bool:
+    return all(n in ends for half in action.halves for n in needs(schedule, half))
+
+
+def _end(
+    schedule: Schedule, action: Action, ends: dict[Action, float], free: float, forward: Sequence[float],
+    backward: Sequence[float], transfer: float, transfers: Transfers,
+) -> float:  # fmt: skip
+    start, received = free, 0
+    for half in action.halves:
+        for need in needs(schedule, half):
+            crossing = need.stage % schedule.ranks != half.stage % schedule.ranks
+            start = max(start, ends[need] + (transfer if crossing and transfers == "overlapped" else 0.0))
+            received += crossing
+    if transfers == "blocking":
+        start += transfer * received
+    s = action.stage
+    if action.kind == "FB":  # one fused slot, whether or not both halves have work
+        return start + forward[s] + backward[s]
+    return start + (forward[s] if action.kind == "F" else backward[s])

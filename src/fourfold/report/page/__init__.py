@@ -1,0 +1,4 @@
+"""Pages to look at, each one HTML file: plans and reproductions.
+
+Enters: rankings, runs, reproductions. Leaves: HTML. Works out what is shown; `page.js` draws it.
+"""

@@ -1,0 +1,172 @@
+"""A page to look at: one HTML file with everything in it. What is shown is worked out here, how it is drawn in `page.js`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from fourfold.oracle.scaling import Row
+from fourfold.oracle.time.items import Item
+from fourfold.planner import Candidate, Ranking
+from fourfold.planner.search import alike
+from fourfold.planner.what_if import Answer, Grid, Point
+from fourfold.plans.lists.lowered_plan import Part
+from fourfold.report.costs import setting_words
+from fourfold.report.ranking import plan_name
+from fourfold.report.runs import Run
+from fourfold.report.stages import options_text, ranks_text
+from fourfold.report.text import mesh_text
+from fourfold.timeline import Timeline
+from fourfold.units import bytes_text
+
+EVENTS = 3000  # of a timeline at most
+PLANS = 10
+EXCHANGES = ("layer_exchange", "halo")
+
+
+def page(
+    ranking: Ranking, *, model: str, chosen: Candidate | None = None, grid: Grid | None = None, scaling: Sequence[Row] = (),
+    runs: Sequence[Run] = (),
+) -> str:  # fmt: skip
+    """The page of a search. `chosen`: the plan it is about, if not the best; `runs`: what `train` and `verify` measured."""
+    data = {
+        "model": model,
+        "where": setting_words(ranking.task.setting),
+        "devices": ranking.task.devices,
+        "batch": ranking.task.batch,
+        "searched": ranking.seconds,
+        "plans": [_plan(c) for c in _shown(ranking, chosen)],
+        "refused": [{"strategy": r.strategy, "reason": r.reason} for r in ranking.refusals],
+        "notes": list(ranking.notes),
+        "nearest": "" if ranking.best is not None else ranking.nearest(),
+        "grid": _grid(grid, ranking) if grid is not None else None,
+        "scaling": [_scaled(row) for row in scaling],
+        "runs": [asdict(run) for run in runs],
+    }
+    return assembled(data)
+
+
+def assembled(data: Mapping[str, Any]) -> str:
+    """The page with its data, style and script inside."""
+    room = files("fourfold.report.page")
+    parts = {name: room.joinpath(f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    told = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
+    out = parts["html"]
+    for name, text in (("css", parts["css"]), ("js", parts["js"]), ("data", told)):
+        out = out.replace(f"/*{name}*/", text, 1)
+    return out
+
+
+def _shown(ranking: Ranking, chosen: Candidate | None) -> list[Candidate]:
+    some = list(ranking.candidates[:PLANS])
+    if chosen is None:
+        return some
+    return [chosen, *(c for c in some if not alike(c.plan, chosen.plan))]
+
+
+def _plan(c: Candidate) -> dict[str, Any]:
+    found, plan = c.prediction, c.plan
+    low, high = found.estimate.interval
+    axes = list(dict.fromkeys(axis for part in c.pipeline.parts for axis, size in part.stage.mesh.axes if size > 1))
+    return {
+        "name": plan_name(c),
+        "mesh": mesh_text(plan),
+        "options": options_text(plan),
+        "step": c.seconds,
+        "interval": [low, high],
+        "breakdown": dict(found.estimate.breakdown),
+        "samples": plan.batch / c.seconds,
+        "peak": found.peak_bytes,
+        "capacity": found.capacity,
+        "feasible": c.feasible,
+        "notes": list(plan.notes),
+        "findings": [finding.text for finding in found.findings],
+        "memory": [
+            {"ranks": ranks_text(peak.ranks), "bytes": peak.bytes, "parts": {k: v for k, v in peak.parts.items() if v},
+             "when": f"{peak.action} {peak.op}".strip()} for peak in found.memory.peaks
+        ],
+        "axes": axes,
+        "layers": [layer for part in c.pipeline.parts for layer in _layers(c, part, axes)],
+        "timeline": _timeline(found.estimate.timeline, c),
+    }  # fmt: skip
+
+
+def _timeline(timeline: Timeline, c: Candidate) -> dict[str, Any]:
+    lanes = {ranks[0]: ranks_text(ranks) for ranks in c.pipeline.places}
+    events = [e for e in timeline.events if e.kind != "wait" and e.end > e.start][:EVENTS]
+    return {
+        "lanes": [lanes.get(rank, str(rank)) for rank in timeline.ranks],
+        "events": [[timeline.ranks.index(e.rank), e.kind, e.action, e.start, e.end] for e in events],
+        "cut": len(events) == EVENTS,
+    }
+
+
+def _layers(c: Candidate, part: Part, axes: Sequence[str]) -> list[dict[str, Any]]:
+    """The layers of a stage: how each is split, and what it costs with all that is done to its result."""
+    computes = part.program.computes()
+    homes, out = dict[str, dict[str, Any]](), list[dict[str, Any]]()
+    for compute in computes:
+        if compute.nest.anchor or not out:
+            labels = compute.labels() if compute.nest.anchor else {}  # a stage may begin with an op that follows others
+            split = [labels.get(axis, "") for axis in axes]
+            out.append({"name": compute.op.path, "stage": part.index, "split": split, "compute": 0.0, "exchange": 0.0,
+                        "what": {}})  # fmt: skip
+        homes[compute.op.path] = out[-1]
+    items = c.estimate.items
+    forward, backward = (list(items.get((part.index, way), ())) for way in ("F", "B"))
+    _spend(forward, homes)
+    _spend(backward[::-1], homes)
+    return [{**layer, "what": [f"{k}, {n} x" if n > 1 else k for k, n in layer["what"].items()]} for layer in out]
+
+
+def _spend(items: Sequence[Item], homes: Mapping[str, dict[str, Any]]) -> None:
+    """Add items to their layers; an exchange belongs to the op that follows it, one after all ops to the last."""
+    waiting, home = list[Item](), next(iter(homes.values()))
+    for item in items:
+        if item.category in EXCHANGES:
+            waiting.append(item)
+        elif item.category == "compute":
+            home = homes.get(item.label, home)
+            home["compute"] += item.seconds
+            _exchanged(waiting, home)
+    _exchanged(waiting, home)
+
+
+def _exchanged(waiting: list[Item], home: dict[str, Any]) -> None:
+    for moved in waiting:
+        home["exchange"] += moved.seconds
+        if moved.pattern:
+            words = f"{moved.pattern.replace('_', '-')} over {', '.join(moved.axes)}, {bytes_text(moved.size)}"
+            home["what"][words] = home["what"].get(words, 0) + 1
+    waiting.clear()
+
+
+def _grid(grid: Grid, ranking: Ranking) -> dict[str, Any]:
+    cells = {_key(point): _cell(answer) for point, answer in grid.answers.items()}
+    task = ranking.task
+    asked = {"batch": task.batch, "links": 1, "devices": task.devices}
+    sides = {"batch": list(grid.batches), "links": list(grid.links), "devices": list(grid.devices)}
+    return {**sides, "cells": cells, "asked": asked}
+
+
+def _key(point: Point) -> str:
+    return f"{point.batch}|{point.links:g}|{point.devices}"
+
+
+def _cell(answer: Answer) -> dict[str, Any]:
+    best = answer.best
+    if best is None:
+        return {"reason": answer.reason}
+    return {
+        "name": plan_name(best), "mesh": mesh_text(best.plan), "step": best.seconds, "samples": best.plan.batch / best.seconds,
+        "breakdown": dict(best.estimate.breakdown), "peak": best.prediction.peak_bytes, "capacity": best.prediction.capacity,
+        "measured": best.estimate.measured_share,
+    }  # fmt: skip
+
+
+def _scaled(row: Row) -> dict[str, Any]:
+    return {"strategy": row.strategy, "devices": row.devices, "samples": row.samples_per_second, "feasible": row.feasible,
+            "efficiency": row.efficiency, "why": row.limits[0] if row.limits and row.figures is None else ""}  # fmt: skip

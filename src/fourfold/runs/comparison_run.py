@@ -1,0 +1,136 @@
+"""A short training run on given ranks, with everything that can be compared kept: the common half of `verify` and of the
+tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.graph import Graph
+from fourfold.plans import Plan
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lists.lowered_plan import pipeline
+from fourfold.runs.initial_tensors import cut
+from fourfold.runs.measure import measure
+from fourfold.runtime.comm.exchange import is_inexact
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.execution.executor import FullTensor
+from fourfold.runtime.execution.gather_full import whole_gradients, whole_outputs, whole_state
+from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.execution.precision import PRECISIONS
+from fourfold.runtime.execution.runner import Runner
+from fourfold.runtime.host.scratch import writing
+from fourfold.runtime.kernels import Randomness
+from fourfold.workload.model_text import Case
+from fourfold.workload.workload import stored_tensors
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """What a run showed. Gradients and outputs of the first step; state after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    first_state: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One trial to run, as plain data: graph, plan, the initial state and the whole inputs in a file."""
+
+    graph: Graph
+    plan: Plan
+    data: str  # torch.save of {"state": {...}, "inputs": [...]}
+    precision: str = "fp64"
+    optimizer: str = "sgd"
+    steps: int = 3
+    result: str = ""  # where rank 0 puts the Trial
+    measured: bool = False  # whether a few more steps shall show memory and waiting
+
+
+def save_data(case: Case, path: Path, examples: list[Tensor] | None = None) -> dict[str, Tensor]:
+    """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
+    also the answer."""
+    state = {key: tensor.detach().clone() for key, tensor in stored_tensors(case).items()}
+    with writing("the model's state and data"):
+        torch.save({"state": state, "inputs": [t.detach() for t in case.tensors], "examples": examples}, path)
+    return state
+
+
+def runner(task: Task, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
+    """This rank's share of a task, with the whole state at hand."""
+    dtypes = PRECISIONS[task.precision]
+
+    def load(world: World) -> FullTensor:
+        def part(key: str, layout: Layout) -> Tensor:
+            full = state[key]
+            dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
+            return cut(full, layout, world).to(dtype).clone()
+
+        return part
+
+    return Runner(pipeline(task.graph, task.plan), load, precision=task.precision, randomness=randomness)
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """Run a task on this rank; rank 0 writes the result. The answer holds small facts only."""
+    data = torch.load(task.data, mmap=True, weights_only=True)
+    trial = run_trial(task, data["state"], data["inputs"])
+    if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
+        with writing("what the ranks computed"):
+            save_trial(trial, task.result)
+    return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
+
+
+def save_trial(trial: Trial, path: str) -> None:
+    """Write what can be compared, as plain lists and dicts of tensors; the facts travel by themselves."""
+    torch.save({part.name: getattr(trial, part.name) for part in fields(trial) if part.name != "facts"}, path)
+
+
+def load_trial(path: str) -> Trial:
+    return Trial(**torch.load(path, weights_only=True))
+
+
+def run_trial(
+    task: Task, state: Mapping[str, Tensor], inputs: list[Tensor], *, later: Sequence[list[Tensor]] = ()
+) -> Trial:
+    """The steps of a task, all with the same inputs unless those of later ones are given."""
+    running = runner(task, state, Randomness(exact=True))
+    names = (*task.graph.inputs, *task.graph.targets)
+    data = [dict(zip(names, tensors, strict=True)) for tensors in (inputs, *later)]
+    feeds = data[0]
+    parameters = [tensor for _, tensor in running.named()]
+    optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
+    if optimizer is not None:
+        running.follow(optimizer)
+    trial = Trial(facts={"seconds": []})
+    for step in range(task.steps):
+        running.randomness.step = step
+        begun = time.perf_counter()
+        outcome = running.forward_backward(data[step] if later else feeds, outputs=step == 0)
+        spent = time.perf_counter() - begun
+        trial.losses.append(float(outcome.loss))
+        if step == 0:
+            trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if is_inexact(t)}
+            trial.gradients = whole_gradients(running)
+        begun = time.perf_counter()
+        if optimizer is not None:
+            optimizer.step()
+        trial.facts["seconds"].append(spent + time.perf_counter() - begun)
+        if step == 0:
+            trial.first_state = whole_state(running)
+    trial.state = whole_state(running)
+    if task.measured:
+        trial.facts["measured"] = measure(running, optimizer, feeds)
+    return trial

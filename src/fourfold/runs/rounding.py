@@ -1,0 +1,39 @@
+"""One process that rounds otherwise: how far a network carries what the order of sums alone changes.
+
+A split run adds in another order, so that every op's result may differ in its last place. Within `OtherRounding` every
+result of every op, forward and backward, is moved by at most one unit in the last place at random. What comes out is as
+right as before; how far it lies from the plain run is the noise that no comparison of two such runs can go below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold.runtime.comm.exchange import is_inexact
+
+
+class OtherRounding(TorchDispatchMode):
+    """Moves what ops compute; views, writes in place and integers are left alone."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        if func._schema.is_mutable or any(r.alias_info is not None for r in returns):
+            return out
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and is_inexact(leaf) and leaf.numel():
+                self._move(torch.view_as_real(leaf) if leaf.is_complex() else leaf)
+        return out
+
+    def _move(self, tensor: Tensor) -> None:
+        draw = torch.randint(-1, 2, tensor.shape, generator=self.generator).to(tensor.dtype)
+        tensor.mul_(1 + draw * torch.finfo(tensor.dtype).eps)

@@ -1,0 +1,112 @@
+"""Sends and receives between the ranks of two stages: the messages of `plans.lists.stage_transfer` on real tensors.
+
+A send does not block. A receive is posted, and waited for when its tensor is needed; gloo moves a message once both ends
+are there, so a receive posted early is one that hides behind compute. What a rank sends to itself stays in its hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.plans.layout.exchange import Transfer
+from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
+from fourfold.runtime.comm.exchange import put, take
+from fourfold.runtime.comm.journal import Journal
+
+Wait = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The action that takes a message in: whose row it stands in, and where."""
+
+    place: int
+    turn: int
+
+
+@dataclass
+class Post:
+    """This rank's letters: works under way with the buffers they need, and parcels to itself."""
+
+    journal: Journal
+    works: list[tuple[Any, Tensor, Consumer | None]] = field(default_factory=list)
+    parcels: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def note(self, kind: str, ranks: tuple[int, int], tensor: Tensor, value: str) -> None:
+        self.journal.note(kind, path="collective", ranks=ranks, size=tensor.nbytes, name=value)
+
+    def reap(self, known: Consumer) -> None:
+        """Let go of what was surely taken in: all up to an action that is known to be done."""
+        kept = []
+        for work, buffer, consumer in self.works:
+            if consumer is not None and consumer.place == known.place and consumer.turn <= known.turn:
+                work.wait()
+            else:
+                kept.append((work, buffer, consumer))
+        self.works = kept
+
+    def finish(self) -> None:
+        """Wait until everything sent is gone."""
+        for work, _, _ in self.works:
+            work.wait()
+        self.works.clear()
+        assert not self.parcels, "a parcel was never fetched"
+
+
+class Channel:
+    """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
+
+    def __init__(
+        self, source: Side, target: Side, *, value: str, rank: int, dtype: torch.dtype, device: torch.device, post: Post
+    ) -> None:
+        self.value, self.rank, self.device, self.post = value, rank, device, post
+        self.dtype, self.wire = dtype, torch.uint8 if dtype == torch.bool else dtype  # gloo carries no booleans
+        self.gives = outgoing(source, target, rank) if rank in source.ranks else []
+        self.takes = incoming(source, target, rank) if rank in target.ranks else []
+        if rank in target.ranks:
+            self.shape = target.layout.local_shape(target.mesh.coords(target.ranks.index(rank)))
+
+    def send(self, tensor: Tensor, tag: int, consumer: Consumer | None = None) -> None:
+        for give in self.gives:
+            piece = take(tensor, give.spans).to(self.wire).contiguous()
+            if give.peer == self.rank:
+                self.post.parcels.setdefault(tag, []).append(piece)
+            else:
+                self.post.note("send", (self.rank, give.peer), piece, self.value)
+                self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece, consumer))
+
+    def receive(self, tag: int) -> Wait:
+        """Post the receive; the answer waits and gives the tensor."""
+        away = [t for t in self.takes if t.peer != self.rank]
+        buffers = [torch.empty(t.shape, dtype=self.wire, device=self.device) for t in away]
+        for t, buffer in zip(away, buffers, strict=True):
+            self.post.note("receive", (t.peer, self.rank), buffer, self.value)
+        works: list[Any] = [dist.irecv(b, t.peer, tag=tag) for b, t in zip(buffers, away, strict=True)]
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return self._assembled(dict(zip([t.peer for t in away], buffers, strict=True)), tag)
+
+        return wait
+
+    def _assembled(self, came: dict[int, Tensor], tag: int) -> Tensor:
+        pieces = [self._piece(t, came, tag) for t in self.takes]
+        if len(pieces) == 1 and self.takes[0].shape == self.shape:
+            return pieces[0].to(self.dtype)
+        out = torch.zeros(self.shape, dtype=self.wire, device=self.device)
+        for t, piece in zip(self.takes, pieces, strict=True):
+            put(out, t.spans, piece, add=False)
+        return out.to(self.dtype)
+
+    def _piece(self, transfer: Transfer, came: dict[int, Tensor], tag: int) -> Tensor:
+        if transfer.peer != self.rank:
+            return came[transfer.peer]
+        (piece,) = self.post.parcels.pop(tag)
+        return piece

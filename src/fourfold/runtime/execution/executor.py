@@ -1,0 +1,323 @@
+"""A stage's lists bound to one rank: every action a function of local tensors, run in the list's order.
+
+Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same
+on every rank: what the list says beside it runs in hooks. A stage has one list per size of micro-batch, all on the same stored
+tensors. Buffers that forward writes are kept aside until the step is over, so that every micro-batch's backward finds what its
+forward read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import InvalidInput
+from fourfold.graph.spec import Constant
+from fourfold.plans.layout.exchange import Exchange
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lists.actions import (
+    Action,
+    Await,
+    Complete,
+    Fetch,
+    Free,
+    Launch,
+    Opening,
+    RunPasses,
+    RunSegment,
+    Sum,
+)
+from fourfold.plans.lists.stage_list import StageList
+from fourfold.plans.lowering.lifetimes import order_of_use
+from fourfold.plans.lowering.program import Compute, Move
+from fourfold.runtime.comm.exchange import Finish, is_inexact, moved, mover, started
+from fourfold.runtime.comm.gradient_buckets import Gradients
+from fourfold.runtime.comm.shared.sums import SharedSum
+from fourfold.runtime.comm.world import World
+from fourfold.runtime.execution.recompute import recomputed
+from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.zero.zero3 import Weights
+
+Env = dict[str, Any]
+Bound = Callable[[Env], None]
+FullTensor = Callable[[str, Layout], Tensor]
+"""Gives this rank's part of the stored tensor with a state_dict key."""
+
+
+class Executor:
+    """One rank's state and the bound lists of a stage, by size of micro-batch."""
+
+    def __init__(
+        self,
+        lists: Mapping[int, StageList],
+        world: World,
+        load: FullTensor,
+        *,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        randomness: Randomness | None = None,
+    ) -> None:
+        """`dtypes`: what captured dtypes become."""
+        self.lists, self.world = dict(lists), world
+        self.programs = {size: found.program for size, found in self.lists.items()}
+        first = next(iter(self.lists.values()))
+        self.program = program = first.program
+        self.local = Local(world, randomness or Randomness(), dict(dtypes or {}))
+        graph = program.graph
+        self.state: dict[str, Tensor] = {}
+        used = order_of_use(program)
+        for parameter in sorted(graph.parameters, key=lambda p: used.get(p.name, -1)):
+            layout = program.stored.get(parameter.name)
+            if layout is None:
+                continue
+            tensor = load(parameter.key, layout)
+            self.state[parameter.name] = tensor.requires_grad_() if parameter.trainable else tensor
+        self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
+        self.keys = {p.name: p.key for p in graph.parameters}
+        for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever way their gradients go
+            world.group(axes)
+            world.group(axes, "gradients")
+        self.begins, self.finishes = first.begin, first.finish(world.coords)
+        self.sums = {action: self._summed(action) for action in first.messages.sums}
+        self.gradients = Gradients(self.state, first.messages.buckets(world.coords), world)
+        self.weights = Weights(self.lists, self.state, world)
+        self._forward = {size: self._all_bound(size, found.forward) for size, found in self.lists.items()}
+        self.written: dict[str, Tensor] = {}
+        if program.loss_axes:
+            world.group(program.loss_axes)  # made now, by all ranks
+
+    def _summed(self, action: Sum) -> SharedSum:
+        return SharedSum.open([self.state[name] for name in action.names], action.axes, self.world)
+
+    @property
+    def randomness(self) -> Randomness:
+        return self.local.randomness
+
+    def _constant(self, constant: Constant) -> Tensor:
+        spec = self.program.graph.values[constant.name]
+        dtype = getattr(torch, spec.dtype)
+        flat = torch.frombuffer(bytearray(constant.data), dtype=dtype) if constant.data else torch.empty(0, dtype=dtype)
+        whole = flat.reshape(spec.shape).to(self.world.device, self.local.dtype(spec.dtype))
+        return self.local.cut(whole, self.program.stored[constant.name])
+
+    # --- the actions of forward as functions ---
+
+    def _all_bound(self, size: int, actions: Iterable[Action]) -> list[Bound]:
+        return [self._bound(size, action) for action in actions]
+
+    def _bound(self, size: int, action: Action) -> Bound:
+        if isinstance(action, Compute):
+            step = action
+            if id(action) in self.lists[size].in_place:  # the model wrote it in place, and nobody else reads its input
+                step = replace(action, op=replace(action.op, target=action.op.inplace))
+            return _compute(action, self.weights.watched(size, action, build(step, self.local)))
+        if isinstance(action, Move):
+            return _move(action, moved(action.exchange, self.world, action.value))
+        if isinstance(action, Fetch):
+            return self._fetch(action)
+        if isinstance(action, Free):
+            return _free(action.slots)
+        if isinstance(action, RunPasses):
+            return self._passes(size, action)
+        if isinstance(action, RunSegment):
+            return self._segment(size, action)
+        weights = self.weights
+        return lambda env: weights.act((action,))
+
+    def _fetch(self, action: Fetch) -> Bound:
+        source, target, weights = action.move.source, action.move.target, self.weights
+
+        def fetch(env: Env) -> None:
+            env[target] = weights.fetched(action, env[source])
+
+        return fetch
+
+    def _segment(self, size: int, action: RunSegment) -> Bound:
+        """Steps that run again when backward comes to them."""
+        first, second = self._all_bound(size, action.actions), self._all_bound(size, action.again)
+        randomness = self.randomness
+
+        def run(env: Env) -> None:
+            given, moment = {slot: env[slot] for slot in action.given}, (randomness.step, randomness.microbatch)
+
+            def body(again: bool) -> list[Any]:
+                now, inner = (randomness.step, randomness.microbatch), dict(given)
+                if again:  # running statistics were updated by the first run
+                    inner.update({slot: inner[slot].clone() for slot in action.buffers})
+                randomness.step, randomness.microbatch = moment
+                for bound in second if again else first:
+                    bound(inner)
+                randomness.step, randomness.microbatch = now
+                return [inner[slot] for slot in action.results]
+
+            env.update(zip(action.results, recomputed(body), strict=True))
+            for slot in action.spent:
+                del env[slot]
+
+        return run
+
+    def _passes(self, size: int, action: RunPasses) -> Bound:
+        """Passes, each on the next slice of every member's examples."""
+        (entry, dim), count = action.step.entries[0], len(action.bodies)
+        flying: dict[Opening, Finish] = {}
+        pieces: list[Tensor] = []
+        bodies = [[self._in_pass(size, inner, pieces, flying) for inner in body] for body in action.bodies]
+
+        def run(env: Env) -> None:
+            pieces[:] = torch.tensor_split(env[entry], count, dim)
+            outs: dict[str, list[Tensor]] = {outside: [] for _, outside, _ in action.step.exits}
+            for piece, body in zip(list(pieces), bodies, strict=True):
+                inner = {**env, entry: piece}
+                for bound in body:
+                    bound(inner)
+                for inside, outside, _ in action.step.exits:
+                    outs[outside].append(inner[inside])
+            pieces.clear()
+            for _, outside, at in action.step.exits:
+                env[outside] = torch.cat(outs[outside], at)
+
+        return run
+
+    def _in_pass(self, size: int, action: Action, pieces: Sequence[Tensor], flying: dict[Opening, Finish]) -> Bound:
+        """An action of a pass; `pieces`: what the passes work on, `flying`: their opening exchanges that were started."""
+        if not (isinstance(action, (Launch, Await)) and isinstance(action.message, Opening)):
+            return self._bound(size, action)
+        opening, journal = action.message, self.world.journal
+        if isinstance(action, Launch):
+            launch = started(opening.move.exchange, self.world, opening.move.value)
+
+            def start(env: Env) -> None:
+                flying[opening] = launch(pieces[opening.number])
+
+            return start
+
+        def wait(env: Env) -> None:
+            env[opening.move.target] = flying.pop(opening)()
+            journal.note("await", name=opening.key)
+
+        return wait
+
+    # --- a step ---
+
+    def forward(self, feeds: Mapping[str, Tensor], size: int = 0) -> Env:
+        """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
+        env: Env = {**self.state, **self.written, **self.constants, **feeds}
+        with self.weights.forward(size):
+            for run in self._forward[size]:
+                run(env)
+        program = self.programs[size]
+        out = {name: env[slot] for name, slot in program.slots.items()}
+        self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
+        return out
+
+    def backward(
+        self, starts: Sequence[Any], gradients: Sequence[Tensor | None], size: int = 0, *, last: bool = True
+    ) -> None:
+        """Backward from these tensors or edges of one forward's graph; `last`: it completes the gradients."""
+        self.gradients.last = last
+        if starts:
+            self.weights.backward(size)
+            torch.autograd.backward(starts, gradients)
+            self.weights.backward_done()
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        for tensor in self.state.values():
+            tensor.grad = None
+        self._act(self.begins)
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        """What a list says outside forward and backward."""
+        for action in actions:
+            if isinstance(action, Complete):
+                self.gradients.finish()
+            elif isinstance(action, Sum):
+                self.world.note("sum", "shared", action.axes, self.sums[action].own.nbytes)
+                self.sums[action].sum()
+            else:
+                self.weights.act((action,))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Put what forward wrote into the buffers."""
+        for buffer, value in self.written.items():
+            self.state[buffer].copy_(value)
+        self.written.clear()
+
+    @property
+    def updated_bytes(self) -> int:
+        """Of the parameters that this rank's optimizer updates."""
+        item = {name: tensor.element_size() for name, tensor in self.state.items()}
+        updates = self.program.updates.items()
+        return sum(item[name] * math.prod(self.local.shape(layout)) for name, layout in updates)
+
+    def kept(self) -> list[Tensor]:
+        """The tensors that stay here between steps; gradients lie under their parameters."""
+        beside = [*(found.own for found in self.sums.values()), *self.gradients.kept, *self.weights.kept]
+        return [*self.state.values(), *self.constants.values(), *beside]
+
+    def finish(self) -> None:
+        """Complete the gradients and the buffers of a step."""
+        self._act(self.finishes)
+        self.settle()
+
+    def total(self, loss: Tensor) -> Tensor:
+        """The global loss from this rank's share."""
+        return self.world.summed(loss, self.program.loss_axes)
+
+    def cut(self, name: str, tensor: Tensor, size: int | None = None) -> Tensor:
+        """This rank's part of a whole input, target or parameter; a tensor of the local shape is taken as the part itself."""
+        program = self.program if size is None else self.programs[size]
+        layout, spec = program.stored[name], program.graph.values[name]
+        shape, part = spec.shape, self.local.shape(layout)
+        dtype = self.local.dtype(spec.dtype)
+        tensor = tensor.to(self.world.device)
+        tensor = tensor.to(dtype) if is_inexact(tensor) else tensor
+        if tuple(tensor.shape) == tuple(shape):
+            return self.local.cut(tensor, layout).contiguous()
+        if tuple(tensor.shape) == part:
+            return tensor
+        raise InvalidInput(f"input '{name}' has shape {tuple(tensor.shape)}; the plan wants the whole {tuple(shape)} or "
+                           f"this rank's {part}; plan again for another batch")  # fmt: skip
+
+    def whole(self, layout: Layout, tensor: Tensor) -> Tensor:
+        """A tensor gathered from all ranks; all must call."""
+        exchange = Exchange(self.world.mesh, layout, Layout.same(layout.shape))
+        return mover(exchange, self.world)(tensor.detach())
+
+
+def _free(slots: tuple[str, ...]) -> Bound:
+    def free(env: Env) -> None:
+        for slot in slots:
+            del env[slot]
+
+    return free
+
+
+def _compute(step: Compute, run: Callable[..., Any]) -> Bound:
+    inputs, outputs = step.inputs, step.outputs
+    if len(outputs) == 1 and outputs[0] == step.op.name:
+        name = outputs[0]
+
+        def one(env: Env) -> None:
+            env[name] = run(*[env[slot] for slot in inputs])
+
+        return one
+
+    def many(env: Env) -> None:
+        env.update(zip(outputs, run(*[env[slot] for slot in inputs]), strict=True))
+
+    return many
+
+
+def _move(step: Move, run: Callable[[Tensor], Tensor]) -> Bound:
+    source, target = step.source, step.target
+
+    def move(env: Env) -> None:
+        env[target] = run(env[source])
+
+    return move

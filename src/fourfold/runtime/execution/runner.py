@@ -1,0 +1,290 @@
+"""A lowered plan on this rank: its stages' executors, run through the list of actions.
+
+The result equals one process that works through the same micro-batches. Backward of a micro-batch starts from the gradients
+its readers in other stages send; a stage's gradients are summed over its ranks once, after its last backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fourfold.errors import Infeasible
+from fourfold.plans import Mesh
+from fourfold.plans.layout.layout import Layout
+from fourfold.plans.lists.lowered_plan import UNTIMED, Lists, Part, Pipeline, Task, check_runnable
+from fourfold.runtime.comm.journal import Journal
+from fourfold.runtime.comm.world import World, running_placement
+from fourfold.runtime.execution.executor import Executor, FullTensor
+from fourfold.runtime.execution.feeds import Feeder, Feeds
+from fourfold.runtime.execution.precision import PRECISIONS
+from fourfold.runtime.execution.stage_transport import Courier, gradient_of
+from fourfold.runtime.kernels import Randomness
+from fourfold.runtime.zero.zero1 import Slices
+from fourfold.timeline import Event
+
+
+@dataclass
+class Held:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    leaves: dict[str, Tensor]
+    edges: dict[str, GradientEdge]
+    loss: Tensor | None
+
+
+@dataclass
+class Outcome:
+    """What one step gave on this rank: the global loss, and its own shares of the micro-batches' losses and outputs."""
+
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+class Runner:
+    """This rank's share of a pipeline."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        load: Callable[[World], FullTensor],
+        *,
+        device: torch.device | None = None,
+        precision: str = "fp32",
+        randomness: Randomness | None = None,
+        trains: bool = True,
+    ) -> None:
+        """`trains`: False where the tensors are another runner's, which this one only reads. All ranks must call."""
+        check_runnable(pipeline.plan)
+        if len(pipeline.places) > 1 and device is not None and device.type != "cpu":
+            raise Infeasible(f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
+                             "processors (gloo), or use a plan of one stage")  # fmt: skip
+        self.pipeline, self.plan, self.trains = pipeline, pipeline.plan, trains
+        self.device = device or torch.device("cpu")
+        self.everyone = World.shared(Mesh.of(all=self.plan.size), self.device)
+        self.rank, self.randomness = self.everyone.rank, randomness or Randomness()
+        self.journal, self.placement = Journal(), running_placement(self.device, self.plan.size)
+        self.everyone = self.everyone.along(self.placement, self.plan.policy, self.journal)
+        self.lists = pipeline.lists(self.placement, precision, trains=trains)
+        counts = pipeline.counters(self.placement, precision)
+        self.executors: dict[int, Executor] = {}
+        self.slices: dict[int, Slices] = {}
+        self.counters: dict[int, Executor] = {}
+        for part in pipeline.parts:
+            self._join(part, load, counts, PRECISIONS[precision])
+        self.tasks = pipeline.tasks(self.rank)
+        self.feeder = Feeder(pipeline, self.executors, self.counters)
+        self.courier = Courier(pipeline, self.executors, rank=self.rank, device=self.device, journal=self.journal)
+        self._run: dict[str, Callable[[Task], None]] = {
+            "listen": lambda task: self.courier.listen(),
+            "begin": self._begin,
+            "F": self._forward,
+            "B": self._backward,
+            "receive": self.courier.receive,
+            "send": lambda task: self.courier.send(task, self.made),
+            "reduce": lambda task: self.executors[task.stage].finish(),
+            "tie": lambda task: self.courier.add_ties(),
+            "loss": self._loss,
+        }
+        self._reset({})
+
+    def _join(
+        self, part: Part, load: Callable[[World], FullTensor], counts: Lists, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        alone = len(self.pipeline.parts) == 1
+        mesh, ranks = part.stage.mesh, part.stage.ranks
+        world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
+        if world is None:
+            return
+        world = world.along(self.placement, self.plan.policy, self.journal)
+        lists = {size: self.lists[part.index, size] for size in part.programs}
+        executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
+        self.executors[part.index] = executor
+        if self.trains:
+            self.slices[part.index] = Slices(lists[self.plan.sizes[0]], executor.state, world)
+        if part.index in self.pipeline.counts:
+            counting = {size: counts[part.index, size] for size in part.programs}
+            self.counters[part.index] = Executor(counting, world, _shared(executor, load(world)), dtypes=dtypes)
+
+    def _apart(self, load: FullTensor) -> FullTensor:
+        """Of a tied parameter, a further copy on this rank has memory of its own, since each is updated."""
+        held = {executor.keys[name] for executor in self.executors.values() for name in executor.state}
+        if not self.trains or not held:
+            return load
+        return lambda key, layout: load(key, layout).clone() if key in held else load(key, layout)
+
+    def _reset(self, tensors: Mapping[str, Tensor]) -> None:
+        self.given = tensors
+        self.held: dict[tuple[int, int], Held] = {}
+        self.came: dict[str, Tensor] | None = None  # for the next compute action, if it was waited for already
+        self.made: dict[str, Tensor] = {}  # by the last one, for the sends that follow it
+        self.feeds: Feeds = {}
+        self.outcome = Outcome()
+
+    def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
+        """One step's forwards and backwards; gradients are complete when it returns."""
+        self._reset(tensors)
+        self.collect, self.record, self.begun = outputs, record, time.perf_counter()
+        for task in self.tasks:
+            if task.kind == "update":  # the optimizer's part, which the caller calls
+                break
+            if not record or task.kind in UNTIMED:
+                self._run[task.kind](task)
+                continue
+            self._await(task)
+            start = time.perf_counter()
+            self._run[task.kind](task)
+            self._note(str(task), task.kind, start)
+        for slices in self.slices.values():
+            slices.take_gradients()
+        return self.outcome
+
+    @torch.no_grad()
+    def forward(self, tensors: Mapping[str, Tensor]) -> Outcome:
+        """Forwards alone, of all micro-batches; this rank's outputs are kept."""
+        self._reset(tensors)
+        self.collect = True
+        for task in self.tasks:
+            if task.kind in ("listen", "begin", "F", "loss") or (task.kind in ("receive", "send") and task.way == "F"):
+                self._run[task.kind](task)
+        self.held.clear()
+        return self.outcome
+
+    def _begin(self, task: Task) -> None:
+        """A stage's step begins."""
+        self.executors[task.stage].begin()
+        if task.stage in self.slices:
+            self.slices[task.stage].begin()
+        self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
+
+    def _note(self, action: str, kind: str, start: float) -> None:
+        end = time.perf_counter()
+        self.outcome.events.append(
+            Event(rank=self.rank, action=action, kind=kind, start=start - self.begun, end=end - self.begun)
+        )
+
+    def _await(self, task: Task) -> None:
+        """Wait for what a compute action needs, as an event of its own."""
+        if task.kind in ("F", "B") and self.courier.expects(task):
+            start = time.perf_counter()
+            self.came = self.courier.arrived(task)
+            self._note(str(task), "wait", start)
+
+    def _arrived(self, task: Task) -> dict[str, Tensor]:
+        came, self.came = self.came, None
+        return self.courier.arrived(task) if came is None else came
+
+    def _forward(self, task: Task) -> None:
+        came, (stage, m) = self._arrived(task), (task.stage, task.microbatch)
+        part, executor, live = self.pipeline.parts[stage], self.executors[stage], self.pipeline.cut.live
+        self.randomness.microbatch = m
+        leaves = {n: t.detach().requires_grad_() for n, t in came.items() if n in live and torch.is_grad_enabled()}
+        out = executor.forward({**self.feeds[stage][m], **came, **leaves}, self.plan.sizes[m])  # of a rank's own: a leaf each
+        loss = out[part.graph.loss] if part.graph.loss else None
+        sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == stage)
+        edges = {n: get_gradient_edge(out[n]) for n in sent if n in live and out[n].requires_grad}
+        self.held[stage, m] = Held(leaves, edges, loss if loss is not None and loss.requires_grad else None)
+        self.made = {n: out[n].detach() for n in sent}
+        if loss is not None:
+            self.outcome.losses.append(loss.detach())
+        for name in part.graph.outputs if self.collect else ():
+            if name in self.pipeline.loss.graph.outputs:
+                self.outcome.outputs.setdefault(name, []).append(out[name].detach())
+
+    def _backward(self, task: Task) -> None:
+        came, held = self._arrived(task), self.held.pop((task.stage, task.microbatch))
+        self.randomness.microbatch = task.microbatch
+        starts: list[Any] = [held.edges[name] for name in came if name in held.edges]
+        grads: list[Tensor | None] = [came[name] for name in came if name in held.edges]
+        if held.loss is not None:
+            starts.append(held.loss)
+            grads.append(None)
+        self.executors[task.stage].backward(starts, grads, self.plan.sizes[task.microbatch], last=task.last)
+        self.made = {name: gradient_of(leaf) for name, leaf in held.leaves.items()}
+
+    def _loss(self, task: Task) -> None:
+        """The global loss, on every rank; what was sent before is through by then."""
+        self.courier.post.finish()
+        last = self.pipeline.last.index
+        if last not in self.executors:
+            self.outcome.loss = self.courier.hear()
+            return
+        self.outcome.loss = self.executors[last].total(torch.stack(self.outcome.losses).sum())
+        self.courier.tell(self.outcome.loss)
+
+    def trained(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
+        """Stage, name, tensor and layout of everything on this rank that an optimizer updates."""
+        for index, executor in self.executors.items():
+            for name, tensor in executor.state.items():
+                if tensor.requires_grad:
+                    yield index, name, tensor, executor.program.stored[name]
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """What an optimizer is given, by state_dict key; a further copy on this rank has its stage in the name.
+
+        Under ZeRO-1 they are slices, and the optimizer must be `follow`ed.
+        """
+        out: dict[str, Tensor] = {}
+        for index, name, tensor, _ in self.trained():
+            key, part = self.executors[index].keys[name], self.slices[index].parts.get(name, tensor)
+            out[key if key not in out else f"{key}@stage{index}"] = part
+        return list(out.items())
+
+    @torch.no_grad()
+    def clip(self, most: float) -> Tensor:
+        """Scale the gradients so that the norm over the whole model is at most `most`: the norm before."""
+        total, grads = torch.zeros((), dtype=torch.float64, device=self.device), []
+        for index, name, tensor, layout in self.trained():
+            if tensor.grad is None:
+                continue
+            grads.append(tensor.grad)
+            world = self.executors[index].world
+            first = all(world.coords[a] == 0 for a in world.mesh.names if a not in layout.sharded)  # count replicas once
+            if first and self.pipeline.cut.tied.get(name, (index,))[0] == index:
+                parts = torch.view_as_real(tensor.grad.resolve_conj()) if tensor.grad.is_complex() else tensor.grad
+                total += parts.double().square().sum()
+        if self.plan.size > 1:
+            self.everyone.note("all_reduce", "collective", self.everyone.mesh.names, total.nbytes, "clip")
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = most / (norm + 1e-6)
+        if grads and scale < 1:
+            torch._foreach_mul_(grads, float(scale))
+        return norm
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """After each step of the optimizer, bring what other ranks have updated into this rank's copies."""
+        optimizer.register_step_post_hook(lambda *_: self._updated())
+
+    def _updated(self) -> None:
+        for index, executor in self.executors.items():
+            self.journal.note("update", size=executor.updated_bytes)
+            self.slices[index].share()
+
+    def kept(self) -> list[Tensor]:
+        """The tensors that stay on this rank between steps, its share of memory that ranks have in common included."""
+        executors = [*self.executors.values(), *self.counters.values()]
+        shelves = [slices.own for slices in self.slices.values()]
+        return [tensor for kept in (*(e.kept() for e in executors), *shelves) for tensor in kept]
+
+
+def _shared(executor: Executor, load: FullTensor) -> FullTensor:
+    """The tensors an executor has already, where they lie alike; the others are loaded."""
+
+    def part(key: str, layout: Layout) -> Tensor:
+        names = {executor.keys[name]: name for name in executor.state}
+        found = names.get(key)
+        if found is not None and executor.program.stored[found] == layout:
+            return executor.state[found].detach()
+        return load(key, layout)
+
+    return part

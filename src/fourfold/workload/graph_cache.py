@@ -1,0 +1,99 @@
+"""What planning needs to know of models, for commands that plan and run nothing, kept on disk as data. No torch here.
+
+A built-in model depends on its text, on Fourfold's own files and on torch's version alone, so that a second look at it loads no
+torch. Other models are captured each time: who knows what their code reads. Graphs lie in files named by their content hash;
+with those, `explain` and `report` find the graph of a plan without a look at the model. What lies in the cache can be deleted;
+what cannot be read or written there is captured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fourfold
+from fourfold.cluster.cache import cache_folder, read_cached, write_cached
+from fourfold.errors import InvalidInput
+from fourfold.graph.graph_file import VERSION, graph_data, graph_from
+from fourfold.workload.sketch import Sketch
+
+if TYPE_CHECKING:
+    from fourfold.graph import Graph
+    from fourfold.plans import Plan
+
+SOURCES = ("models/*.py", "graph/*.py")
+"""What decides which graph a built-in model becomes."""
+
+
+def sketch(text: str, *, batch: int | None = None) -> Sketch:
+    """From the cache, or captured."""
+    file = _sketch_file(text, batch) if ":" not in text.partition(",")[0] else None
+    known = _known_sketch(file, text) if file is not None else None
+    if known is not None:
+        return known
+    from fourfold.workload.workload import subject
+
+    made = subject(text, batch=batch, data=False).sketch
+    if file is not None:
+        with suppress(InvalidInput):  # a folder that cannot be written to
+            keep_graph(made.graph)
+            write_cached(file, VERSION, {"text": text, "batch": made.batch, "graph": made.graph.hash,
+                                         "signature": made.signature})  # fmt: skip
+    return made
+
+
+def workload(file: Path, plan: Plan, model: str | None) -> tuple[Graph, str]:
+    """The graph a plan was made for, and what to call its model. What the file names as its model is a text and no more: the
+    graph comes from the MODEL of the command line or, by its content hash, from the cache."""
+    if model is not None:
+        graph, name = sketch(model, batch=plan.batch).graph, model
+    else:
+        known = kept_graph(plan.graph)
+        if known is None:
+            raise InvalidInput(f"the graph {plan.graph} of {file} is not in the cache; name its model with --model MODEL")
+        graph, name = known, plan.model or f"graph {plan.graph}"
+    plan.check(graph)
+    return graph, name
+
+
+def keep_graph(graph: Graph) -> None:
+    """Keep a graph under its content hash."""
+    file = _graph_file(graph.hash)
+    if kept_graph(graph.hash) is None:
+        write_cached(file, VERSION, {"graph": graph_data(graph)})
+
+
+def kept_graph(content: str) -> Graph | None:
+    """The graph with a content hash; None if it is not in the cache, or its file is damaged."""
+    data = read_cached(_graph_file(content), VERSION) if re.fullmatch(r"[0-9a-f]{16}", content) else None
+    with suppress(KeyError, ValueError):
+        found = graph_from(data["graph"]) if data is not None else None
+        return found if found is not None and found.hash == content else None
+    return None
+
+
+def _known_sketch(file: Path, text: str) -> Sketch | None:
+    data = read_cached(file, VERSION)
+    if data is None or data.get("text") != text:
+        return None
+    graph = kept_graph(str(data.get("graph")))
+    with suppress(KeyError):
+        return Sketch(text=text, batch=data["batch"], graph=graph, signature=data["signature"]) if graph is not None else None
+    return None
+
+
+def _graph_file(content: str) -> Path:
+    return cache_folder() / "graphs" / f"{content}.json"
+
+
+def _sketch_file(text: str, batch: int | None) -> Path:
+    """Where the sketch of a built-in model lies."""
+    root = Path(fourfold.__file__).parent
+    told = hashlib.sha256(f"{version('torch')} {text} {batch}".encode())
+    for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
+        told.update(path.read_bytes())
+    return cache_folder() / "sketches" / f"{told.hexdigest()[:32]}.json"

@@ -1,0 +1,31 @@
+"""What planning needs to know of a model: its graph, its batch and the shapes of its inputs. A value without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.graph import Graph
+from fourfold.plans.spec.plan import Plan
+from fourfold.plans.strategies.compose import Options
+from fourfold.plans.strategies.named import named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A MODEL text, its batch, its graph, and shapes and dtypes of its inputs and targets."""
+
+    text: str
+    batch: int
+    graph: Graph
+    signature: Mapping[str, Any]
+
+    def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
+        return self.adopted(named(strategy, self.graph, ranks=ranks, batch=self.batch, options=options))
+
+    def adopted(self, plan: Plan) -> Plan:
+        """A plan made for this model, in whatever precision, as one of this graph."""
+        mine = replace(plan, graph=self.graph.hash, model=self.text, signature=self.signature)
+        mine.check(self.graph)
+        return mine

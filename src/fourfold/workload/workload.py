@@ -1,0 +1,64 @@
+"""What a command works on: a module with its data, and the graph captured from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fourfold.errors import InvalidInput
+from fourfold.graph import Graph
+from fourfold.graph.capture import WithLoss, capture
+from fourfold.plans import Options, Plan
+from fourfold.workload.materialise import materialise
+from fourfold.workload.model_text import Case, build
+from fourfold.workload.plan_inputs import signature_of
+from fourfold.workload.sketch import Sketch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A MODEL text, the case it names and its graph."""
+
+    text: str
+    case: Case
+    graph: Graph
+
+    @property
+    def batch(self) -> int:
+        return self.case.batch
+
+    @property
+    def name(self) -> str:
+        """The model without its arguments."""
+        return self.text.partition(",")[0]
+
+    @property
+    def sketch(self) -> Sketch:
+        """All of it that plans depend on."""
+        signature = signature_of(self.case.inputs, self.case.targets)
+        return Sketch(text=self.text, batch=self.batch, graph=self.graph, signature=signature)
+
+    def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
+        return self.sketch.plan(strategy, ranks=ranks, options=options)
+
+    def adopted(self, plan: Plan) -> Plan:
+        """A plan made for this model, in whatever precision, as one of this graph."""
+        return self.sketch.adopted(plan)
+
+
+def subject(text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None) -> Subject:
+    """Build and capture. Without `data`, shapes are enough: built-ins are made on meta and allocate nothing."""
+    case = build(text, batch=batch, seed=seed, meta=not data)
+    if data:
+        case = materialise(case, seed=seed)
+    captured = graph or capture(case.module, case.inputs, case.targets, case.loss)
+    if captured.batch is not None and captured.batch != case.batch:
+        raise InvalidInput(f"{text} fixes its batch at {captured.batch}, {case.batch} asked for; use --batch {captured.batch}")
+    return Subject(text=text, case=case, graph=captured)
+
+
+def stored_tensors(case: Case) -> dict[str, Tensor]:
+    """Parameters and buffers by the keys a graph knows them by; tied ones once."""
+    whole = WithLoss(case.module, case.loss)
+    return {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
