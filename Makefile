@@ -57,19 +57,19 @@ reproduce: setup  ## the four papers rerun, pages under build/reproduce (about t
 	@$(BIN)/python benchmarks/reproduce.py
 
 fuzz: setup  ## 22,000 damaged plans, clusters and records: each valid, or refused in one line (two minutes; SEED=1 for others)
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py --plans 10000 --clusters 10000 --records 2000 --seed $(or $(SEED),0)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutate.py --plans 10000 --clusters 10000 --records 2000 --seed $(or $(SEED),0)
 
 golden: setup  ## 888 predictions and searches against those written down: what a change to lowering or to the oracle moved (two minutes)
-	@$(BIN)/python tests/golden.py
+	@$(BIN)/python tests/support/golden.py
 
 agree: setup  ## what ranks do in a step against their lists, record by record, for 64 plans (two minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/test_agreement.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/agreement.py
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
-	@$(BIN)/python tests/verify_all.py
+	@$(BIN)/python tests/support/verify_all.py
 
 faults: setup  ## ranks, parents and torchrun killed, stopped, terminated and interrupted, sixty times (about a quarter of an hour)
-	@$(BIN)/python tests/faults.py
+	@$(BIN)/python tests/support/faults.py
 
 clean:  ## remove what was built and cached, but not .venv
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
