@@ -42,6 +42,7 @@ test: setup  ## the tests (without those marked slow, gpu or foreign)
 check: setup  ## ruff, and mypy in strict mode on src
 	@echo "check: ruff"
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "run: ruff format ."; exit 1; }
 	@echo "check: mypy"
 	@$(BIN)/mypy
 

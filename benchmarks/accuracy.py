@@ -32,17 +32,17 @@ from typing import Any
 
 from fourfold.calibrate.calibration import calibrated
 from fourfold.calibrate.kernels import ROUNDS, Rounds, arithmetic, samples
-from fourfold.calibrate.machine_speed import felt, pace_now
+from fourfold.calibrate.machine_speed import at_reference_speed, measure_speed
 from fourfold.calibrate.measured_prices import measured_prices
-from fourfold.calibrate.robust_stats import apart
+from fourfold.calibrate.robust_stats import interquartile_range
 from fourfold.cluster import Cluster, load_cluster, save_cluster
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate, estimate
-from fourfold.plans import Options, Pipeline, Plan, pipeline
+from fourfold.plans import LoweredPlan, Options, Plan, lower_plan
 from fourfold.runs.train import one_step, start
 from fourfold.runtime.host.launch import Ranks
-from fourfold.runtime.rank_pool import Joined, crew, is_leader
-from fourfold.workload.workload import Subject, subject
+from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
+from fourfold.workload.workload import Workload, load_workload
 
 MODELS = {
     "vgg16-cifar": ("vgg16-cifar", 16),
@@ -102,7 +102,7 @@ class Row:
     measured_share: float
     steps: list[float]  # seconds by the clock
     speeds: list[float]  # for each, the calibration's pace over that of its moment, as the step feels it
-    felt: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
+    at_reference_speed: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
 
     @property
     def told(self) -> list[float]:
@@ -116,7 +116,7 @@ class Row:
     @property
     def steady(self) -> bool:
         """Whether it was run often enough; what was predicted does not matter here."""
-        return len(self.steps) >= RUNS * STEPS and apart(self.told) <= STEADY * self.measured
+        return len(self.steps) >= RUNS * STEPS and interquartile_range(self.told) <= STEADY * self.measured
 
     @property
     def clock(self) -> float:
@@ -140,10 +140,16 @@ def cases(place: str, only: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def predicted(
-    place: str, model: str, plans: list[str], seen: Subject, cluster: Cluster, team: Ranks | Joined, rounds: Rounds = ROUNDS
+    place: str,
+    model: str,
+    plans: list[str],
+    seen: Workload,
+    cluster: Cluster,
+    team: Ranks | TorchrunRanks,
+    rounds: Rounds = ROUNDS,
 ) -> list[Row]:
     """A model's rows without their measurements; its kernels are timed first, those of all plans in turn."""
-    lowered = {plan: pipeline(seen.graph, made(place, plan, seen, team)) for plan in plans}
+    lowered = {plan: lower_plan(seen.graph, made(place, plan, seen, team)) for plan in plans}
     prices = measured_prices(lowered.values(), cluster, team, rounds=rounds)
     rows = []
     for plan, program in lowered.items():
@@ -155,37 +161,37 @@ def predicted(
     return rows
 
 
-def felt_by(program: Pipeline, prices: Prices, found: Estimate, *, wire: bool) -> float:
+def felt_by(program: LoweredPlan, prices: Prices, found: Estimate, *, wire: bool) -> float:
     """The power of the pace by which a step changes: from its prediction with kernels at a slower one, and its other parts."""
     slower = dict(prices.kernels)
     for key, sample in samples(program, {}).items():
-        time, factor = slower[key], SLOWER ** felt(arithmetic(sample.kernel))
+        time, factor = slower[key], SLOWER ** at_reference_speed(arithmetic(sample.kernel))
         slower[key] = replace(time, forward=time.forward * factor, backward=time.backward * factor)
     longer = estimate(program, replace(prices, kernels=slower), optimizer=OPTIMIZER).step_seconds
     others = sum(found.breakdown[term] for term in ("update", *(EXCHANGES if not wire else ()))) / found.step_seconds
-    return math.log(longer / found.step_seconds) / math.log(SLOWER) + others * felt()
+    return math.log(longer / found.step_seconds) / math.log(SLOWER) + others * at_reference_speed()
 
 
-def made(place: str, plan: str, seen: Subject, team: Ranks | Joined) -> Plan:
+def made(place: str, plan: str, seen: Workload, team: Ranks | TorchrunRanks) -> Plan:
     strategy, options = PLACES[place][plan]
     return seen.plan(strategy, ranks=team.count, options=Options(**options))
 
 
-def run(row: Row, plan: Plan, seen: Subject, team: Ranks | Joined, pace: float) -> None:
+def run(row: Row, plan: Plan, seen: Workload, team: Ranks | TorchrunRanks, pace: float) -> None:
     """Add the step times of one round."""
     start(seen, plan, team, optimizer=OPTIMIZER)
     looks = []
     for step in range(WARM_UP + STEPS):
         if step in (WARM_UP, WARM_UP + STEPS // 2):
-            looks.append(team(pace_now)[0])
+            looks.append(team(measure_speed)[0])
         slowest = max(seconds for _, seconds in team(one_step, step))
         if step >= WARM_UP:
             row.steps.append(slowest)
-    looks.append(team(pace_now)[0])
+    looks.append(team(measure_speed)[0])
     row.speeds += [(pace / statistics.mean(looks)) ** row.felt] * STEPS
 
 
-def calibrate(ranks: Ranks | Joined, path: Path) -> None:
+def calibrate(ranks: Ranks | TorchrunRanks, path: Path) -> None:
     """Measure the ranks into a file."""
     with ranks as team:
         for progress in calibrated(team):
@@ -199,22 +205,22 @@ def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[R
     text, batch = MODELS[model]
     with ranks_of(place) as team:
         plans = [plan for name, plan in cases(place, only) if name == model]
-        return predicted(place, model, plans, subject(text, batch=batch), cluster, team, FEW)
+        return predicted(place, model, plans, load_workload(text, batch=batch), cluster, team, FEW)
 
 
 def measure(place: str, model: str, rows: list[Row], pace: float) -> list[Row]:
     """One round of a model's plans, on fresh ranks."""
     text, batch = MODELS[model]
     with ranks_of(place) as team:
-        seen = subject(text, batch=batch)
+        seen = load_workload(text, batch=batch)
         for row in rows:
             run(row, made(place, row.plan, seen, team), seen, team, pace)
             say(line(row))
     return rows
 
 
-def ranks_of(place: str) -> Ranks | Joined:
-    return crew(int(place) if place != "hosts" else None)
+def ranks_of(place: str) -> Ranks | TorchrunRanks:
+    return rank_pool(int(place) if place != "hosts" else None)
 
 
 def place_rows(place: str, only: list[str], folder: Path, output: Path, before: list[Row]) -> list[Row]:
@@ -296,8 +302,10 @@ def summary(rows: list[Row]) -> str:
     inside = statistics.mean(r.inside for r in rows)
     half = statistics.mean((r.high - r.low) / 2 / r.predicted for r in rows)
     mean = statistics.mean(r.accuracy for r in rows)
-    out.append(f"{len(rows)} rows, mean {mean:.1%}; worst {worst.accuracy:.1%} ({worst.place} {worst.model} {worst.plan}); "
-               f"{inside:.0%} inside intervals of half-width {half:.1%}")  # fmt: skip
+    out.append(
+        f"{len(rows)} rows, mean {mean:.1%}; worst {worst.accuracy:.1%} ({worst.place} {worst.model} {worst.plan}); "
+        f"{inside:.0%} inside intervals of half-width {half:.1%}"
+    )
     clock = [1 - abs(r.predicted - r.clock) / r.clock for r in rows]
     out.append(f"by the clock: mean {statistics.mean(clock):.1%}, worst {min(clock):.1%}")
     return "\n".join(out)

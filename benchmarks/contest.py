@@ -103,15 +103,19 @@ def compared(times: Times, *, peer: str, ours: str) -> dict[str, Any]:
     medians = {key: statistics.median(times[key]) for key in (peer, ours)}
     paired = [a / b for a, b in zip(times[peer], times[ours], strict=True)]
     return {
-        "peer_seconds": medians[peer], "ours_seconds": medians[ours], "throughput_ratio": medians[peer] / medians[ours],
+        "peer_seconds": medians[peer],
+        "ours_seconds": medians[ours],
+        "throughput_ratio": medians[peer] / medians[ours],
         "paired_median_ratio": statistics.median(paired),
-    }  # fmt: skip
+    }
 
 
 def line(row: Mapping[str, Any]) -> str:
-    return (f"{row['model']} on {row['ranks']}: {row['peer']} {row['peer_seconds'] * 1e3:.0f} ms, "
-            f"{row.get('ours', 'ours')} {row['ours_seconds'] * 1e3:.0f} ms, throughput {row['throughput_ratio']:.3f} x "
-            f"(paired median {row['paired_median_ratio']:.3f})")  # fmt: skip
+    return (
+        f"{row['model']} on {row['ranks']}: {row['peer']} {row['peer_seconds'] * 1e3:.0f} ms, "
+        f"{row.get('ours', 'ours')} {row['ours_seconds'] * 1e3:.0f} ms, throughput {row['throughput_ratio']:.3f} x "
+        f"(paired median {row['paired_median_ratio']:.3f})"
+    )
 
 
 def parser(*, ranks: str, models: Iterable[str]) -> argparse.ArgumentParser:
@@ -128,8 +132,12 @@ def write(path: str | None, method: str, rows: Sequence[Mapping[str, Any]]) -> N
     if not path:
         return
     about = {
-        "date": datetime.date.today().isoformat(), "method": method, "torch": torch.__version__, "cores": os.cpu_count(),
-        "machine": platform.machine(), "sockets": bool(os.environ.get("FOURFOLD_SOCKETS")),
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "method": method,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "sockets": bool(os.environ.get("FOURFOLD_SOCKETS")),
+    }
     with open(path, "w") as file:
         json.dump({**about, "rows": list(rows)}, file, indent=1)

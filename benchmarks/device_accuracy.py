@@ -34,7 +34,7 @@ from fourfold.oracle.prices.efficiency import from_data
 from fourfold.oracle.prices.fitting import fit, kernel_of_row
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 
 RESULTS = Path(__file__).parent / "results"
 FILES = (RESULTS / "2026-11-15-h200-steps.json", RESULTS / "2026-11-18-h200-steps.json")
@@ -64,8 +64,11 @@ class Score:
 
     @property
     def errors(self) -> dict[str, float]:
-        return {"measured": self.with_kernels / self.step - 1, "shipped": self.with_shipped / self.step - 1,
-                "memory": self.predicted_peak / self.peak - 1}  # fmt: skip
+        return {
+            "measured": self.with_kernels / self.step - 1,
+            "shipped": self.with_shipped / self.step - 1,
+            "memory": self.predicted_peak / self.peak - 1,
+        }
 
 
 def measured(files: Iterable[Path], *, every: bool = False) -> list[dict[str, Any]]:
@@ -95,10 +98,12 @@ def captured(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:
 
 
 def score(row: Mapping[str, Any], graph: Graph) -> Score:
-    lowered = pipeline(graph, named("data", graph, ranks=1, batch=row["batch"]))
+    lowered = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
     shipped = Prices(cluster=cluster_named("dgx-h200", devices=1), precision=row["precision"])
-    kernels = {key: KernelTime(forward=found["forward"], backward=found["backward"], spread=found["spread"])
-               for key, found in row["kernels"].items()}  # fmt: skip
+    kernels = {
+        key: KernelTime(forward=found["forward"], backward=found["backward"], spread=found["spread"])
+        for key, found in row["kernels"].items()
+    }
     updated = sum(graph.values[p.name].bytes for p in graph.parameters if p.trainable)
     own = _updating(replace(shipped, kernels=kernels), updated / row["host"]["update_device"])
     plain = predict(lowered, shipped, optimizer="momentum")
@@ -126,7 +131,7 @@ def unseen(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any
         own = {
             _layer(s.kernel)
             for g in graphs.values()
-            for s in samples(pipeline(g, named("data", g, ranks=1, batch=2)), {}).values()
+            for s in samples(lower_plan(g, named("data", g, ranks=1, batch=2)), {}).values()
         }
         kind = cluster_named("dgx-h200").device(0)
         left = [row for row in raw if _layer(kernel_of_row(row)) not in own]
@@ -157,9 +162,19 @@ def table(found: Sequence[Score]) -> str:
     lines = ["| | batch | | step, ms | own kernels | | shipped | | peak, GiB | predicted | |", "|---" * 11 + "|"]
     for row in found:
         errors = {name: f"{100 * error:+.1f} %" for name, error in row.errors.items()}
-        cells = [row.model, row.batch, row.precision, f"{1e3 * row.step:.2f}", f"{1e3 * row.with_kernels:.2f}",
-                 errors["measured"], f"{1e3 * row.with_shipped:.2f}", errors["shipped"], f"{row.peak / 2**30:.2f}",
-                 f"{row.predicted_peak / 2**30:.2f}", errors["memory"]]  # fmt: skip
+        cells = [
+            row.model,
+            row.batch,
+            row.precision,
+            f"{1e3 * row.step:.2f}",
+            f"{1e3 * row.with_kernels:.2f}",
+            errors["measured"],
+            f"{1e3 * row.with_shipped:.2f}",
+            errors["shipped"],
+            f"{row.peak / 2**30:.2f}",
+            f"{row.predicted_peak / 2**30:.2f}",
+            errors["memory"],
+        ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

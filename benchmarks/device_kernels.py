@@ -23,7 +23,7 @@ from fourfold.calibrate.kernels import Sample, samples
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("alexnet", {}, (16, 384)),
@@ -53,7 +53,7 @@ def wanted() -> dict[tuple[str, str], Sample]:
         for precision in PRECISIONS:
             graph = cast if precision == "bf16" else plain
             for batch in batches:
-                found = samples(pipeline(graph, named("data", graph, ranks=1, batch=batch)), {})
+                found = samples(lower_plan(graph, named("data", graph, ranks=1, batch=batch)), {})
                 out |= {(precision, k): s for k, s in found.items() if precision != "fp32" or s.kernel.matrix}
     order = list(out.items())
     random.Random(0).shuffle(order)
@@ -64,9 +64,17 @@ def row(precision: str, sample: Sample) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
     kernel = sample.kernel
     found = DeviceKernel(sample, DEVICE, autocast=precision == "bf16").timed()
-    return {"precision": precision, "target": kernel.target, "way": kernel.way, "arguments": kernel.arguments,
-            "operands": [[s.shape, s.dtype] for s in kernel.operands], "results": [[s.shape, s.dtype] for s in kernel.results],
-            "gradients": kernel.gradients, "flops": kernel.flops, **asdict(found)}  # fmt: skip
+    return {
+        "precision": precision,
+        "target": kernel.target,
+        "way": kernel.way,
+        "arguments": kernel.arguments,
+        "operands": [[s.shape, s.dtype] for s in kernel.operands],
+        "results": [[s.shape, s.dtype] for s in kernel.results],
+        "gradients": kernel.gradients,
+        "flops": kernel.flops,
+        **asdict(found),
+    }
 
 
 def main() -> None:
@@ -87,8 +95,12 @@ def main() -> None:
             rows.append(row(precision, sample))
         except Exception as error:
             failed[f"{precision} {sample.kernel.key}"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-             "cudnn": torch.backends.cudnn.version()}  # fmt: skip
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     with open(options.output, "w") as file:
         json.dump({**about, "updates": updates(), "copy": copy_rate(), "rows": rows, "failed": failed}, file)
     print(len(rows), "rows,", len(failed), "failed", list(failed.items())[:5], flush=True)
@@ -98,8 +110,11 @@ def updates() -> dict[str, float]:
     """Bytes of parameters per second that each optimizer updates."""
     parameter = torch.zeros(64 * 2**20, device=DEVICE, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
-    made = {"sgd": torch.optim.SGD([parameter], lr=0.01), "momentum": torch.optim.SGD([parameter], lr=0.01, momentum=0.9),
-            "adamw": torch.optim.AdamW([parameter], lr=1e-3)}  # fmt: skip
+    made = {
+        "sgd": torch.optim.SGD([parameter], lr=0.01),
+        "momentum": torch.optim.SGD([parameter], lr=0.01, momentum=0.9),
+        "adamw": torch.optim.AdamW([parameter], lr=1e-3),
+    }
     out = {}
     for name, optimizer in made.items():
         optimizer.step()

@@ -1,7 +1,7 @@
 """Predicted peaks of memory on one GPU against those of training steps measured there: no GPU is needed, only the raw rows.
 
-    python benchmarks/device_memory.py                          # all rows
-    python benchmarks/device_memory.py --page docs/memory.md    # and its table written anew
+python benchmarks/device_memory.py                          # all rows
+python benchmarks/device_memory.py --page docs/memory.md    # and its table written anew
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.memory.peak import CUDA, memory
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 from fourfold.plans.spec.placement import Placement
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-15-h200-steps.json"
@@ -39,11 +39,18 @@ def rows(measured: Path = MEASURED) -> Iterator[Row]:
         if known not in graphs:
             graphs[known] = _captured(row["model"], row["arguments"])
         graph = graphs[known][row["precision"]]
-        made = pipeline(graph, named("data", graph, ranks=1, batch=row["batch"]))
+        made = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
         found = memory(made, GPU, optimizer="momentum", machine=CUDA)
         peak, real = found.heaviest, row["bytes"]["peak"]
-        yield {"model": row["model"], "batch": row["batch"], "precision": row["precision"], "predicted": peak.bytes,
-               "measured": real, "error": peak.bytes / real - 1, "at": f"{peak.action}: {peak.op}"}  # fmt: skip
+        yield {
+            "model": row["model"],
+            "batch": row["batch"],
+            "precision": row["precision"],
+            "predicted": peak.bytes,
+            "measured": real,
+            "error": peak.bytes / real - 1,
+            "at": f"{peak.action}: {peak.op}",
+        }
 
 
 def _captured(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:

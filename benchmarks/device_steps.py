@@ -29,8 +29,8 @@ from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
 from fourfold.oracle.time.gradient_accumulation import gradient_sums
-from fourfold.plans import named, pipeline
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans import lower_plan, named
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 
 ROWS: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
     ("alexnet", {}, (128, 512)),
@@ -135,7 +135,7 @@ class Training:
         }
 
 
-def kernels(lowered: Pipeline, precision: str, end: float) -> dict[str, Any]:
+def kernels(lowered: LoweredPlan, precision: str, end: float) -> dict[str, Any]:
     """Every distinct kernel of a one-rank plan, timed."""
     out: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -171,7 +171,7 @@ def row(name: str, arguments: dict[str, Any], batch: int, precision: str, graph:
         out["profile"] = str(error)[:200]
     del training
     clean()
-    lowered = pipeline(graph, named("data", graph, ranks=1, batch=batch))
+    lowered = lower_plan(graph, named("data", graph, ranks=1, batch=batch))
     out.update(kernels(lowered, precision, end))
     clean()
     return out
@@ -191,8 +191,12 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     sys.setrecursionlimit(20000)  # lowering goes from the loss to the first op by calls
     end, rows = time.monotonic() + 60 * options.minutes, []
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-             "cudnn": torch.backends.cudnn.version()}  # fmt: skip
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     for name, arguments, batches in ROWS:
         if name not in options.models:
             continue
@@ -209,10 +213,13 @@ def main() -> None:
                     clean()
                     continue
                 told, middle = rows[-1], statistics.median(rows[-1]["steps"])
-                print(f"{name} {batch} {precision}: {1e3 * middle:.2f} ms, {told['bytes']['peak'] / 2**30:.2f} GiB, "
-                      f"{len(told['kernels'])} kernels, failed {list(told['failed'].values())[:2]}, "
-                      f"device {told['profile']['seconds'] if isinstance(told['profile'], dict) else told['profile']}, "
-                      f"{time.monotonic() - begun:.1f} s", flush=True)  # fmt: skip
+                print(
+                    f"{name} {batch} {precision}: {1e3 * middle:.2f} ms, {told['bytes']['peak'] / 2**30:.2f} GiB, "
+                    f"{len(told['kernels'])} kernels, failed {list(told['failed'].values())[:2]}, "
+                    f"device {told['profile']['seconds'] if isinstance(told['profile'], dict) else told['profile']}, "
+                    f"{time.monotonic() - begun:.1f} s",
+                    flush=True,
+                )
                 with open(options.output, "w") as file:
                     json.dump({**about, "rows": rows}, file)
 

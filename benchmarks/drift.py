@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fourfold.calibrate.calibration import drift
-from fourfold.runtime.rank_pool import crew
+from fourfold.runtime.rank_pool import rank_pool
 
 WINDOW = 4.0  # seconds
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=120.0)
     options = parser.parse_args()
-    with crew(2) as team:
+    with rank_pool(2) as team:
         found = team(observed, options.seconds)[0]
     print(time.strftime("%Y-%m-%d %H:%M"), torch.__version__)
     for name, times in found.items():

@@ -27,14 +27,35 @@ ROWS = {
     "4 stages, 1f1b-sno": ["--strategy", "pipeline", "--microbatches", "8", "--schedule", "1f1b-sno"],
     "4 stages, 1f1b-so": ["--strategy", "pipeline", "--microbatches", "8", "--schedule", "1f1b-so"],
     "4 stages, 1f1b-sno, recompute 1": [
-        "--strategy", "pipeline", "--microbatches", "8", "--schedule", "1f1b-sno", "--recompute", "1"],
+        "--strategy",
+        "pipeline",
+        "--microbatches",
+        "8",
+        "--schedule",
+        "1f1b-sno",
+        "--recompute",
+        "1",
+    ],
     "2 x 2 stages, ZeRO-3": ["--strategy", "data+pipeline", "--stages", "2", "--microbatches", "8", "--zero", "3"],
-}  # fmt: skip
+}
 
 
 def measured(model: str, options: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "fourfold", "train", model, *options, "--ranks", str(RANKS), "--steps", "2", "--optimizer",
-               "momentum", "--json"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "fourfold",
+        "train",
+        model,
+        *options,
+        "--ranks",
+        str(RANKS),
+        "--steps",
+        "2",
+        "--optimizer",
+        "momentum",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{model} {' '.join(options)}: {done.stderr.strip()}")
@@ -55,11 +76,23 @@ def main() -> None:
             found = measured(model, flags)
             peaks = found["peak_bytes"]
             plain = plain or max(peaks)
-            rows.append({"model": model, "way": name, "ranks": RANKS, "peak_bytes": peaks, "heaviest": max(peaks),
-                         "mean": sum(peaks) / len(peaks), "reduction": plain / max(peaks)})  # fmt: skip
+            rows.append(
+                {
+                    "model": model,
+                    "way": name,
+                    "ranks": RANKS,
+                    "peak_bytes": peaks,
+                    "heaviest": max(peaks),
+                    "mean": sum(peaks) / len(peaks),
+                    "reduction": plain / max(peaks),
+                }
+            )
             shown = " ".join(f"{peak / 2**20:7.1f}" for peak in peaks)
-            print(f"{model.partition(',')[0]:12} {name:34} {shown} MiB  heaviest {plain / max(peaks):.2f} x less than data, "
-                  f"mean {plain * RANKS / sum(peaks):.2f} x", flush=True)  # fmt: skip
+            print(
+                f"{model.partition(',')[0]:12} {name:34} {shown} MiB  heaviest {plain / max(peaks):.2f} x less than data, "
+                f"mean {plain * RANKS / sum(peaks):.2f} x",
+                flush=True,
+            )
     write(options.output, METHOD, rows)
 
 

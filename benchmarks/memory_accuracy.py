@@ -24,12 +24,12 @@ from contest import write
 
 from fourfold.errors import Infeasible
 from fourfold.oracle.memory.peak import memory
-from fourfold.plans import Options, pipeline
+from fourfold.plans import Options, lower_plan
 from fourfold.plans.spec.placement import Placement
-from fourfold.runs.comparison_run import Task, save_data
+from fourfold.runs.comparison_run import ComparisonRun, save_data
 from fourfold.runs.train import afterwards, begin
 from fourfold.runtime.host.launch import Ranks
-from fourfold.workload.workload import Subject, subject
+from fourfold.workload.workload import Workload, load_workload
 
 METHOD = "momentum SGD, float32, local gloo ranks of one thread; predicted, then the peak of allocator events of one step"
 OPTIMIZER = "momentum"
@@ -73,7 +73,7 @@ def rows(only: Sequence[str] = ()) -> Iterator[Row]:
             for model, (text, batch) in MODELS.items():
                 chosen = [way for way in WAYS if _wanted(model, way, count, only)]
                 if chosen:
-                    yield from _of_model(model, subject(text, batch=batch), chosen, ranks)
+                    yield from _of_model(model, load_workload(text, batch=batch), chosen, ranks)
 
 
 def _wanted(model: str, way: str, count: int, only: Sequence[str]) -> bool:
@@ -82,7 +82,7 @@ def _wanted(model: str, way: str, count: int, only: Sequence[str]) -> bool:
     return not only or any(set(text.split("/")) <= {model, way, str(count)} for text in only)
 
 
-def _of_model(model: str, seen: Subject, ways: Sequence[str], ranks: Ranks) -> Iterator[Row]:
+def _of_model(model: str, seen: Workload, ways: Sequence[str], ranks: Ranks) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         data = Path(folder, "data.pt")
         save_data(seen.case, data)
@@ -96,17 +96,23 @@ def _of_model(model: str, seen: Subject, ways: Sequence[str], ranks: Ranks) -> I
             yield from ({**about, **row} for row in found)
 
 
-def _compared(seen: Subject, way: str, data: str, ranks: Ranks) -> Iterator[Row]:
+def _compared(seen: Workload, way: str, data: str, ranks: Ranks) -> Iterator[Row]:
     strategy, options = WAYS[way]
     plan = seen.plan(strategy, ranks=ranks.count, options=Options(**options))
-    found = memory(pipeline(seen.graph, plan), Placement.one_host(ranks.count), optimizer=OPTIMIZER)
-    task = Task(graph=seen.graph, plan=plan, data=data, precision="fp32", optimizer=OPTIMIZER)
+    found = memory(lower_plan(seen.graph, plan), Placement.one_host(ranks.count), optimizer=OPTIMIZER)
+    task = ComparisonRun(graph=seen.graph, plan=plan, data=data, precision="fp32", optimizer=OPTIMIZER)
     ranks(begin, task, 0)
     for rank, real in enumerate(measured.peak_bytes for measured in ranks(afterwards)):
         peak = found.of(rank)
         fixed = peak.parts.get("ring", 0) + peak.parts.get("slices", 0)
-        yield {"rank": rank, "predicted": peak.bytes, "measured": real, "fixed": fixed,
-               "error": (peak.bytes - real) / (real - fixed), "at": f"{peak.action}: {peak.op}"}  # fmt: skip
+        yield {
+            "rank": rank,
+            "predicted": peak.bytes,
+            "measured": real,
+            "fixed": fixed,
+            "error": (peak.bytes - real) / (real - fixed),
+            "at": f"{peak.action}: {peak.op}",
+        }
 
 
 def table(found: Sequence[Row]) -> str:
@@ -132,8 +138,10 @@ def summary(found: Sequence[Row]) -> str:
     errors = [row["error"] for row in found if "error" in row]
     plans = len({(row["model"], row["strategy"], row["ranks"]) for row in found if "error" in row})
     mean, low, high = statistics.mean(map(abs, errors)), min(errors), max(errors)
-    return (f"{len(errors)} ranks of {plans} plans: mean error without sign {mean:.1%} (allowed {MEAN:.0%}), "
-            f"lowest {low:+.1%} (allowed {-UNDER:.0%}), highest {high:+.1%}.")  # fmt: skip
+    return (
+        f"{len(errors)} ranks of {plans} plans: mean error without sign {mean:.1%} (allowed {MEAN:.0%}), "
+        f"lowest {low:+.1%} (allowed {-UNDER:.0%}), highest {high:+.1%}."
+    )
 
 
 def show(row: Row) -> None:

@@ -65,8 +65,8 @@ def stage_seconds(run: Parallel, given: tuple[Any, ...]) -> dict[str, list[float
 
 def transfer_seconds(run: Parallel, *, busy: bool) -> float:
     """How long a receiver waits for the boundary tensor, sent before; with `busy`, while the sender computes on."""
-    crossing, size = run.pipeline.crossings[0], run.plan.sizes[0]
-    part = run.pipeline.parts[crossing.target]
+    crossing, size = run.lowered.crossings[0], run.plan.sizes[0]
+    part = run.lowered.parts[crossing.target]
     shape = part.slot_layout(crossing.value, size).shape
     tensor, me, times = torch.zeros(math.prod(shape)), dist.get_rank(), []
     picture, weight = torch.rand(8, 128, 16, 16), torch.rand(128, 128, 3, 3)
@@ -107,13 +107,22 @@ def work(rounds: int) -> None:
 
 def row(rate: str, found: dict[str, Any]) -> dict[str, Any]:
     replayed = {
-        schedule: makespan(schedule_named(schedule, 2, MICROBATCHES), found["stages"]["F"], found["stages"]["B"],
-                           found["transfer"], transfers)
+        schedule: makespan(
+            schedule_named(schedule, 2, MICROBATCHES), found["stages"]["F"], found["stages"]["B"], found["transfer"], transfers
+        )
         for schedule, transfers in SCHEDULES.items()
-    }  # fmt: skip
+    }
     result = compared(found["times"], peer="1f1b-sno", ours="1f1b-so")
-    return {"rate": rate, "model": MODEL, **ARGUMENTS, "microbatches": MICROBATCHES, **result, "replayed_seconds": replayed,
-            "replayed_ratio": replayed["1f1b-sno"] / replayed["1f1b-so"], **found}  # fmt: skip
+    return {
+        "rate": rate,
+        "model": MODEL,
+        **ARGUMENTS,
+        "microbatches": MICROBATCHES,
+        **result,
+        "replayed_seconds": replayed,
+        "replayed_ratio": replayed["1f1b-sno"] / replayed["1f1b-so"],
+        **found,
+    }
 
 
 def main() -> None:
@@ -131,10 +140,13 @@ def main() -> None:
             said = run([sys.executable, str(Path(__file__)), "--worker", "--rounds", str(options.rounds)], timeout=900)
         rows.append(row(rate, json.loads(said[0].strip().splitlines()[-1])))
         last, sr = rows[-1], rows[-1]["transfer"]
-        print(f"{rate}: 1f1b-sno {last['peer_seconds'] * 1e3:.0f} ms, 1f1b-so {last['ours_seconds'] * 1e3:.0f} ms, "
-              f"{last['throughput_ratio']:.3f} x; replay {last['replayed_seconds']['1f1b-sno'] * 1e3:.0f} and "
-              f"{last['replayed_seconds']['1f1b-so'] * 1e3:.0f} ms, {last['replayed_ratio']:.3f} x "
-              f"(a transfer takes {sr * 1e3:.1f} ms)", flush=True)  # fmt: skip
+        print(
+            f"{rate}: 1f1b-sno {last['peer_seconds'] * 1e3:.0f} ms, 1f1b-so {last['ours_seconds'] * 1e3:.0f} ms, "
+            f"{last['throughput_ratio']:.3f} x; replay {last['replayed_seconds']['1f1b-sno'] * 1e3:.0f} and "
+            f"{last['replayed_seconds']['1f1b-so'] * 1e3:.0f} ms, {last['replayed_ratio']:.3f} x "
+            f"(a transfer takes {sr * 1e3:.1f} ms)",
+            flush=True,
+        )
     write(options.output, METHOD, rows)
 
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fourfold.cli.options import setting, settle
-from fourfold.planner import Task, search
+from fourfold.cli.options import freeze_gc, setting
+from fourfold.planner import SearchTask, search
 from fourfold.planner.search import replayed
 from fourfold.planner.splits.split_search import Found, Splitting
-from fourfold.workload.workload import subject
+from fourfold.workload.workload import load_workload
 
 FOLDER = Path(__file__).parent / "results"
 TIMES = 3
@@ -51,17 +51,23 @@ SEARCHES = (
     Case("gpt2,layers=32,width=4096,heads=32,length=2048,vocabulary=128256", "dgx-h100", 8, 8, 46.8, "AutoParallel, LLaMA-8B"),
 )
 MODELS = (
-    ("alexnet", 256), ("vgg16", 128), ("resnet50", 256), ("unet3d,size=64", 8), ("cosmoflow", 16), ("gpt2,layers=6", 32),
-    ("gnmt,layers=4", 64), ("vgg16-cifar", 128),
-)  # fmt: skip
+    ("alexnet", 256),
+    ("vgg16", 128),
+    ("resnet50", 256),
+    ("unet3d,size=64", 8),
+    ("cosmoflow", 16),
+    ("gpt2,layers=6", 32),
+    ("gnmt,layers=4", 64),
+    ("vgg16-cifar", 128),
+)
 CLUSTERS = (("ethernet-1g", 4), ("ethernet-10g-gpu", 8), ("ethernet-25g-gpu", 16), ("abci", 8), ("abci", 32), ("dgx-h100", 16))
 
 
-def task_of(model: str, cluster: str, devices: int, batch: int) -> Task:
-    seen = subject(model, batch=batch, data=False)
+def task_of(model: str, cluster: str, devices: int, batch: int) -> SearchTask:
+    seen = load_workload(model, batch=batch, data=False)
     asked = setting(cluster, devices, "fp32", "sgd", "fourfold")
-    settle()
-    return Task(graph=seen.graph, batch=batch, setting=asked)
+    freeze_gc()
+    return SearchTask(graph=seen.graph, batch=batch, setting=asked)
 
 
 def searches() -> Iterator[dict[str, object]]:
@@ -75,8 +81,11 @@ def searches() -> Iterator[dict[str, object]]:
         best = found.best
         text = f"{best.plan.strategy} on {best.plan.mesh}, {len(best.plan.stages)} stages" if best else "nothing fits"
         middle = statistics.median(times)
-        print(f"{case.model} on {case.devices} of {case.cluster}, batch {case.batch}: {middle:.2f} s "
-              f"({case.limit} s, {case.whose}); {text}", flush=True)  # fmt: skip
+        print(
+            f"{case.model} on {case.devices} of {case.cluster}, batch {case.batch}: {middle:.2f} s "
+            f"({case.limit} s, {case.whose}); {text}",
+            flush=True,
+        )
         yield {**asdict(case), "seconds": times, "found": text}
 
 
@@ -90,10 +99,19 @@ def splits() -> Iterator[dict[str, object]]:
         steps = [replayed(task, f.plan).seconds for f in found]
         if not steps:
             continue
-        print(f"{model} on {devices} of {cluster}: {len(steps)} plans, best is number {steps.index(min(steps)) + 1}, "
-              f"the first takes {steps[0] / min(steps):.3f} of it", flush=True)  # fmt: skip
-        yield {"model": model, "cluster": cluster, "devices": devices, "batch": batch,
-               "expected": [f.cost for f in found], "replayed": steps}  # fmt: skip
+        print(
+            f"{model} on {devices} of {cluster}: {len(steps)} plans, best is number {steps.index(min(steps)) + 1}, "
+            f"the first takes {steps[0] / min(steps):.3f} of it",
+            flush=True,
+        )
+        yield {
+            "model": model,
+            "cluster": cluster,
+            "devices": devices,
+            "batch": batch,
+            "expected": [f.cost for f in found],
+            "replayed": steps,
+        }
 
 
 def main() -> None:
@@ -110,9 +128,11 @@ def main() -> None:
         ratios = [row["replayed"][0] / min(row["replayed"]) for row in rows]
         other = sum(r > 1 for r in ratios)
         within = sum(min(row["replayed"][:3]) == min(row["replayed"]) for row in rows)
-        print(f"another than the surrogate's first is best in {other} of {len(rows)}; the first takes "
-              f"{statistics.mean(ratios):.3f} of the best's time on average, {max(ratios):.3f} at most; "
-              f"the best is among the first three in {within}")  # fmt: skip
+        print(
+            f"another than the surrogate's first is best in {other} of {len(rows)}; the first takes "
+            f"{statistics.mean(ratios):.3f} of the best's time on average, {max(ratios):.3f} at most; "
+            f"the best is among the first three in {within}"
+        )
     options.output.write_text(json.dumps(data, indent=1))
 
 

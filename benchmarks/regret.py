@@ -27,13 +27,13 @@ from fourfold.calibrate.measured_prices import timing
 from fourfold.cluster import load_cluster
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Task, search
+from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan, load_plan, save_plan
 from fourfold.reproduce.hosts import hosts
 from fourfold.runs.train import NOW, one_step, start
 from fourfold.runtime.host.launch import Ranks
-from fourfold.runtime.rank_pool import Joined, crew, is_leader
-from fourfold.workload.workload import Subject, subject
+from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
+from fourfold.workload.workload import Workload, load_workload
 
 PLACES = {"2": "", "4": "", "1gbit": "1gbit", "100mbit": "100mbit"}
 NAMES = ("vgg16-cifar", "resnet50", "unet3d", "gpt2")
@@ -96,8 +96,10 @@ class Match:
         chosen = self.of(CHOSEN)
         rivals = ", ".join(f"{r.name} {m:.3f} ({a:.2f}-{b:.2f})" for r in self.rivals for m, a, b in [self.against(r)])
         took = statistics.median(chosen.duel)
-        return (f"{self.place:8} {self.model:12} {self.same or chosen.about:28} predicted {1e3 * chosen.predicted:7.1f} "
-                f"measured {1e3 * took:7.1f} ms, over {rivals}: {'held' if self.held else 'NOT HELD'}")  # fmt: skip
+        return (
+            f"{self.place:8} {self.model:12} {self.same or chosen.about:28} predicted {1e3 * chosen.predicted:7.1f} "
+            f"measured {1e3 * took:7.1f} ms, over {rivals}: {'held' if self.held else 'NOT HELD'}"
+        )
 
 
 def table(found: list[Match]) -> str:
@@ -127,10 +129,10 @@ def choose(place: str, model: str, cluster_file: Path, folder: Path) -> Match:
     text, batch = MODELS[model]
     cluster = load_cluster(cluster_file)
     with ranks_of(place) as team:
-        seen = subject(text, batch=batch)
+        seen = load_workload(text, batch=batch)
         setting = Setting(prices=Prices(cluster=cluster), optimizer=OPTIMIZER)
         timed = timing(cluster, team, "fp32")
-        found = search(Task(graph=seen.graph, batch=batch, setting=setting, measure=timed))
+        found = search(SearchTask(graph=seen.graph, batch=batch, setting=setting, measure=timed))
     assert found.best is not None
     match = Match(place=place, model=model, searched=found.seconds)
     for candidate in found.candidates:
@@ -156,8 +158,10 @@ def screen(match: Match, folder: Path) -> None:
             entered(contender, seen, team, folder, NOW)
             steps = max(LEAST - 1, min(SCREENED, round(SECONDS / 6 / contender.predicted)))
             contender.screened = [max(s for _, s in team(one_step, k, NOW)) for k in range(1 + steps)][1:]
-            say(f"  {contender.name:18} {contender.about:24} predicted {1e3 * contender.predicted:8.1f} ms, "
-                f"steps of {1e3 * statistics.median(contender.screened):8.1f}")  # fmt: skip
+            say(
+                f"  {contender.name:18} {contender.about:24} predicted {1e3 * contender.predicted:8.1f} ms, "
+                f"steps of {1e3 * statistics.median(contender.screened):8.1f}"
+            )
 
 
 def duel(match: Match, folder: Path) -> None:
@@ -177,18 +181,18 @@ def duel(match: Match, folder: Path) -> None:
     say(match.line())
 
 
-def prepared(match: Match) -> Subject:
+def prepared(match: Match) -> Workload:
     text, batch = MODELS[match.model]
-    return subject(text, batch=batch)
+    return load_workload(text, batch=batch)
 
 
-def entered(contender: Contender, seen: Subject, team: Ranks | Joined, folder: Path, name: str) -> None:
+def entered(contender: Contender, seen: Workload, team: Ranks | TorchrunRanks, folder: Path, name: str) -> None:
     plan = load_plan(folder / f"{contender.name.replace(':', ' ')}.json")
     start(seen, plan, team, optimizer=OPTIMIZER, name=name)
 
 
-def ranks_of(place: str) -> Ranks | Joined:
-    return crew(None if PLACES[place] else int(place))
+def ranks_of(place: str) -> Ranks | TorchrunRanks:
+    return rank_pool(None if PLACES[place] else int(place))
 
 
 def matches(place: str, models: list[str], known: Path | None, output: Path) -> None:

@@ -28,9 +28,9 @@ from fourfold.calibrate.kernels import samples_of
 from fourfold.calibrate.measured_prices import here
 from fourfold.cluster import Cluster
 from fourfold.cluster.cache import cache_folder
-from fourfold.plans import pipeline
-from fourfold.runtime.rank_pool import crew
-from fourfold.workload.workload import subject
+from fourfold.plans import lower_plan
+from fourfold.runtime.rank_pool import rank_pool
+from fourfold.workload.workload import load_workload
 
 PLANS = ("data", "filter", "spatial", "fsdp", "1f1b-so")
 
@@ -58,9 +58,9 @@ class Found:
 def once(place: str, models: list[str], effort: Effort) -> Found:
     """One calibration on ranks of its own, with the kernels of all plans."""
     shutil.rmtree(cache_folder() / "kernels", ignore_errors=True)
-    with crew(int(place)) as team:
-        seen = {model: subject(text, batch=batch) for model, (text, batch) in MODELS.items() if model in models}
-        plans = [pipeline(one.graph, made(place, plan, one, team)) for one, plan in product(seen.values(), PLANS)]
+    with rank_pool(int(place)) as team:
+        seen = {model: load_workload(text, batch=batch) for model, (text, batch) in MODELS.items() if model in models}
+        plans = [lower_plan(one.graph, made(place, plan, one, team)) for one, plan in product(seen.values(), PLANS)]
         wanted = samples_of(plans, {})
         for progress in calibrated(team, effort=effort, kernels=list(wanted.values())):
             print(f"  {progress.done} of {progress.of}: {progress.next:60}", end="\r", file=sys.stderr, flush=True)
@@ -83,8 +83,11 @@ def say(name: str, limit: float, distances: list[float]) -> None:
         near = statistics.mean(d <= limit for d in distances)
         ninth = distances[int(0.9 * len(distances))]
         middle = statistics.median(distances)
-        print(f"{name}: {len(distances)}, {near:.0%} within {limit:.0%}; median {middle:.1%}, nine tenths within "
-              f"{ninth:.1%}, largest {distances[-1]:.1%}", flush=True)  # fmt: skip
+        print(
+            f"{name}: {len(distances)}, {near:.0%} within {limit:.0%}; median {middle:.1%}, nine tenths within "
+            f"{ninth:.1%}, largest {distances[-1]:.1%}",
+            flush=True,
+        )
 
 
 def compare(before: Found, after: Found) -> None:

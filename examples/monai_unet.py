@@ -24,9 +24,7 @@ def main() -> None:
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     plan = ff.plan(model, (volume,), targets=(labels,), loss=loss, strategy="spatial", devices=ranks).best
-    run = ff.parallelize(
-        model, plan, loss=loss, optimizer=lambda named: torch.optim.Adam([p for _, p in named], 1e-2)
-    )
+    run = ff.parallelize(model, plan, loss=loss, optimizer=lambda named: torch.optim.Adam([p for _, p in named], 1e-2))
     for step in range(6):
         value = run.step(volume, labels)
         if os.environ.get("RANK", "0") == "0":

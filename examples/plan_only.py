@@ -9,10 +9,17 @@ import fourfold as ff
 def network(classes: int = 100) -> nn.Module:
     """Some convolutions and a wide classifier."""
     return nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(128 * 16 * 16, 2048), nn.ReLU(), nn.Linear(2048, classes),
-    )  # fmt: skip
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128 * 16 * 16, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, classes),
+    )
 
 
 def main() -> None:

@@ -22,6 +22,16 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
 }
 
 ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop",
-)  # fmt: skip
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "ASGD",
+    "Rprop",
+)
 """torch's optimizers whose update of an element depends on that element alone: exact on any shard."""

@@ -13,7 +13,7 @@ from fourfold.errors import Infeasible
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
 from fourfold.oracle.cost_summary import Setting
-from fourfold.planner import Ranking, Task, search
+from fourfold.planner import Ranking, SearchTask, search
 from fourfold.plans import Options, Plan, named
 from fourfold.report.ranking import ranking_text
 from fourfold.report.text import console
@@ -69,7 +69,9 @@ def plan(
     where = cluster.sized(devices) if isinstance(cluster, Cluster) else cluster_named(cluster, devices=devices)
     setting = Setting(prices=known_prices(where, precision), optimizer=optimizer)
     told = as_computed(graph, precision, where.device(0).kind)
-    task = Task(graph=told, batch=size, setting=setting, fixed=tuple((fixed or {}).items()), limit=time_limit or float("inf"))
+    task = SearchTask(
+        graph=told, batch=size, setting=setting, fixed=tuple((fixed or {}).items()), limit=time_limit or float("inf")
+    )
     found = search(task)
     fitting = [c.plan for c in found.candidates[:SHOWN] if c.feasible]
     return Plans(candidates=tuple(signed(replace(p, graph=graph.hash), inputs, targets) for p in fitting), found=found)

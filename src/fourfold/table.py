@@ -97,8 +97,10 @@ class Table:
         if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
             self.fail(key, self._nested(key, found))
         self._check_count(key, found, most)
-        return {self._text(key, name, NAME): replace(self, path=self._place(f"{key}.{name}"), data=entry)
-                for name, entry in found.items()}  # fmt: skip
+        return {
+            self._text(key, name, NAME): replace(self, path=self._place(f"{key}.{name}"), data=entry)
+            for name, entry in found.items()
+        }
 
     def table(self, key: str) -> Self:
         """The table under a key, empty if it is not there."""
@@ -171,5 +173,3 @@ def shown(value: Any) -> str:
 
 def shown_name(key: str) -> str:
     return key if len(key) <= NAME and key.isprintable() else shown(key)
-
-

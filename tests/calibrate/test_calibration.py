@@ -14,16 +14,16 @@ from fourfold.calibrate.calibration import AT_ONCE, Progress, _SoFar, calibrated
 from fourfold.calibrate.collectives import Effort, Found, measured, rates, waited
 from fourfold.calibrate.kernel_table import add_kernels, load_kernels
 from fourfold.calibrate.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, looked_at, samples, timed
-from fourfold.calibrate.machine_speed import LEAST_FELT, MOST_FELT, felt, keep_pace, kept_pace, machine_name
-from fourfold.calibrate.measured_prices import check_here, foretold, here
-from fourfold.calibrate.robust_stats import middle, strays
+from fourfold.calibrate.machine_speed import LEAST_FELT, MOST_FELT, at_reference_speed, keep_pace, kept_pace, machine_name
+from fourfold.calibrate.measured_prices import check_here, here, predict_on_ranks
+from fourfold.calibrate.robust_stats import interquartile_mean, strays
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_calibration, save_cluster
 from fourfold.cluster.cache import calibration_file, kernels_file, pace_file
 from fourfold.errors import InvalidInput
 from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import KernelTime, Prices
-from fourfold.plans import Pipeline, named, pipeline
+from fourfold.plans import LoweredPlan, lower_plan, named
 from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 from small import graph_of
@@ -38,9 +38,9 @@ def progress() -> list[Progress]:
     return list(calibrated(pool(2), name="here", effort=QUICK, kernels=some_kernels()))
 
 
-def lowered(strategy: str) -> Pipeline:
+def lowered(strategy: str) -> LoweredPlan:
     graph = graph_of("vgg16-cifar")
-    return pipeline(graph, named(strategy, graph, ranks=2, batch=4))
+    return lower_plan(graph, named(strategy, graph, ranks=2, batch=4))
 
 
 def some_kernels() -> list[Sample]:
@@ -200,7 +200,7 @@ def test_drift_is_nothing_on_a_machine_that_always_takes_as_long() -> None:
 
 
 def told(cluster: Cluster | None = None, strategy: str = "filter") -> Any:
-    return foretold(lowered(strategy), pool(2), cluster=cluster, precision="fp32", optimizer="sgd")
+    return predict_on_ranks(lowered(strategy), pool(2), cluster=cluster, precision="fp32", optimizer="sgd")
 
 
 def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_kernels_told_at_another_pace_are_in_another_table() -> None:
 
 def test_kernels_are_told_at_the_pace_asked_for() -> None:
     wanted = some_kernels()[:3]
-    powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in wanted}
+    powers = {sample.kernel.key: at_reference_speed(arithmetic(sample.kernel)) for sample in wanted}
     now = timed(pool(2), wanted, {}, Rounds(1, 1), 0.0)
     slow, slower = (timed(pool(2), wanted, {}, Rounds(5, 9), pace) for pace in (10.0, 1000.0))  # one bad moment is none
     for key, time in now.items():
@@ -264,7 +264,7 @@ def test_a_kernels_calm_moments_weigh_more() -> None:
     ([1.0, 5.0], [3.0, 1.0], 1.0),
 ])  # fmt: skip
 def test_the_middle_of_times_is_the_mean_of_their_middle_half(times: list[float], weights: list[float], found: float) -> None:
-    assert middle(times, weights) == pytest.approx(found)
+    assert interquartile_mean(times, weights) == pytest.approx(found)
 
 
 def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
@@ -275,7 +275,7 @@ def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
 
 def test_the_more_arithmetic_a_kernel_has_the_more_it_feels_the_pace() -> None:
     short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
-    powers = [felt(arithmetic(replace(short, flops=flops))) for flops in (0.0, 1e6, 1e7, 1e8, 1e10)]
+    powers = [at_reference_speed(arithmetic(replace(short, flops=flops))) for flops in (0.0, 1e6, 1e7, 1e8, 1e10)]
     assert powers == sorted(powers)
     assert LEAST_FELT <= powers[0] < 0.45 and 0.85 < powers[-1] <= MOST_FELT
 

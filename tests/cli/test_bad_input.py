@@ -17,7 +17,7 @@ from fourfold.cli.main import run
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 SIMULATE = ["simulate", SMALL, "--cluster", "abci"]
 ONE = [*SIMULATE, "--devices", "2", "--strategy", "data"]
-FACTORIES = '''
+FACTORIES = """
 import torch
 from torch import nn
 
@@ -110,7 +110,7 @@ def fixed():
     return Fixed(), (x,)
 
 not_a_function = 3
-'''
+"""
 
 
 @pytest.fixture(scope="module")

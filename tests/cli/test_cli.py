@@ -17,7 +17,7 @@ from fourfold.workload.materialise import materialise
 from fourfold.workload.model_text import build
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
-FACTORIES = '''
+FACTORIES = """
 import torch
 from torch import nn
 
@@ -47,7 +47,7 @@ def by_name():
 def on_meta():
     with torch.device("meta"):
         return Net(8), (torch.zeros(4, 6),)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +201,7 @@ def test_a_schedule_is_shown_as_far_as_it_fits(capsys: pytest.CaptureFixture[str
     assert row.endswith("...") == (microbatches == 16)
 
 
-def test_an_unequal_run_exits_with_one(
-    record: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unequal_run_exits_with_one(record: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fourfold.runs.verify.TIGHT", 1e-30)  # two ranks add in another order than one
     monkeypatch.setattr("fourfold.runs.verify.DRIFT", 0.0)
     found = record("verify", SMALL, "--strategy", "data", "--ranks", "2", "--steps", "1", code=1)

@@ -14,7 +14,7 @@ from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.graph.spec import mapped
 from fourfold.models import MODELS
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 from fourfold.runtime.kernels.base import overload
 
 SMALL = {
@@ -110,7 +110,7 @@ def test_casts_change_neither_the_other_ops_nor_shapes() -> None:
     cast = under_autocast(graph)
     assert [op.name for op in cast.ops if op.target != "aten._to_copy.default"] == [op.name for op in graph.ops]
     assert all(cast.values[name].shape == spec.shape for name, spec in graph.values.items())
-    assert pipeline(cast, named("data", cast, ranks=2, batch=4)).parts
+    assert lower_plan(cast, named("data", cast, ranks=2, batch=4)).parts
 
 
 def test_predictions_in_bf16_are_of_the_graph_with_its_casts() -> None:

@@ -17,7 +17,7 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.memory.device_rules import CPU, CUDA
 from fourfold.oracle.memory.peak import memory
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 from fourfold.plans.spec.placement import Placement
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/2026-11-15-h200-steps.json").read_text())["rows"]
@@ -34,7 +34,7 @@ def graphs(model: str, **arguments: Any) -> dict[str, Graph]:
 
 def error(row: dict[str, Any]) -> float:
     graph = graphs(row["model"], **row["arguments"])[row["precision"]]
-    made = pipeline(graph, named("data", graph, ranks=1, batch=row["batch"]))
+    made = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
     return memory(made, GPU, optimizer="momentum", machine=CUDA).heaviest.bytes / row["bytes"]["peak"] - 1
 
 

@@ -15,7 +15,7 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.oracle.time.estimate import estimate
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 
 RAW = Path(__file__).parents[2] / "benchmarks/results/2026-11-18-h200-steps.json"
 ROWS = [row for row in json.loads(RAW.read_text())["rows"] if row["model"] in ("alexnet", "vgg16")]
@@ -34,7 +34,7 @@ def graphs():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['batch']}-{row['precision']}")
 def test_a_step_on_an_h200(graphs, row) -> None:
     graph = graphs[row["model"], row["precision"]]
-    lowered = pipeline(graph, named("data", graph, ranks=1, batch=row["batch"]))
+    lowered = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
     shipped = Prices(cluster=cluster_named("dgx-h200", devices=1), precision=row["precision"])
     kernels = {k: KernelTime(forward=t["forward"], backward=t["backward"]) for k, t in row["kernels"].items()}
     own = Prices(cluster=shipped.cluster, precision=row["precision"], kernels=kernels)

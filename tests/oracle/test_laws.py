@@ -19,7 +19,7 @@ from facts import facts
 from fourfold.cluster import Cluster, cluster_named
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices
-from fourfold.plans import Pipeline, named, pipeline
+from fourfold.plans import LoweredPlan, lower_plan, named
 from small import batch_of, graph_of
 
 NAMES = ("vgg16-cifar", "gpt2")
@@ -33,9 +33,9 @@ factors = st.floats(1.0, 100.0)
 
 
 @cache
-def lowered(name: str, strategy: str, ranks: int = 4) -> Pipeline:
+def lowered(name: str, strategy: str, ranks: int = 4) -> LoweredPlan:
     graph = graph_of(name)
-    return pipeline(graph, named(strategy, graph, ranks=ranks, batch=batch_of(name)))
+    return lower_plan(graph, named(strategy, graph, ranks=ranks, batch=batch_of(name)))
 
 
 def found(plan: tuple[str, str], cluster: Cluster, ranks: int = 4) -> Prediction:

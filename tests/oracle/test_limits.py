@@ -15,7 +15,7 @@ from fourfold.oracle.findings.limits import reserved
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.kernels import kernel_of
 from fourfold.oracle.prices.prices import KernelTime, Prices
-from fourfold.plans import Options, Pipeline, named, pipeline
+from fourfold.plans import LoweredPlan, Options, lower_plan, named
 from small import graph_of
 
 MODEL = "vgg16-cifar"
@@ -24,9 +24,9 @@ MIB = 2**20
 
 
 @cache
-def lowered(strategy: str, ranks: int, batch: int, options: Options | None = None) -> Pipeline:
+def lowered(strategy: str, ranks: int, batch: int, options: Options | None = None) -> LoweredPlan:
     graph = graph_of(MODEL)
-    return pipeline(graph, named(strategy, graph, ranks=ranks, batch=batch, options=options))
+    return lower_plan(graph, named(strategy, graph, ranks=ranks, batch=batch, options=options))
 
 
 @cache
@@ -38,7 +38,7 @@ def machine(ranks: int, *, bandwidth: float = 1.0, latency: float = 1.0, memory:
     return replace(cluster, links=links, kinds=kinds)
 
 
-def predicted(made: Pipeline, cluster: Cluster | None = None, optimizer: str = "sgd", **tables: Any) -> Prediction:
+def predicted(made: LoweredPlan, cluster: Cluster | None = None, optimizer: str = "sgd", **tables: Any) -> Prediction:
     return predict(made, Prices(cluster=cluster or machine(made.plan.size), **tables), optimizer=optimizer)
 
 
@@ -119,7 +119,7 @@ def test_ranks_that_come_late_to_an_exchange_are_no_congestion() -> None:
 @pytest.mark.parametrize(("place", "messages"), [("local", False), ("ethernet-1g", True)])
 def test_small_sums_come_late_where_they_are_messages(place: str, messages: bool) -> None:
     graph = graph_of("resnet50")
-    made = pipeline(graph, named("data", graph, ranks=2, batch=4))
+    made = lower_plan(graph, named("data", graph, ranks=2, batch=4))
     cluster = cluster_named(place, devices=2)
     late, plain = (predicted(made, waiting(cluster, 2, waits=waits)).estimate.step_seconds for waits in (True, False))
     assert late > 2 * plain if messages else late == plain
@@ -184,11 +184,11 @@ def test_a_slow_update_is_named() -> None:
     assert "weight-update" not in named_in(predicted(made, slow, optimizer="sgd"))
 
 
-def staged(first: str) -> Pipeline:
+def staged(first: str) -> LoweredPlan:
     """Two stages, the second from an op on."""
     plan = named("pipeline", graph_of(MODEL), ranks=2, batch=32, options=Options(stages=2, microbatches=8))
     opening, second = plan.stages
-    return pipeline(graph_of(MODEL), replace(plan, stages=(opening, replace(second, first=first))))
+    return lower_plan(graph_of(MODEL), replace(plan, stages=(opening, replace(second, first=first))))
 
 
 def test_the_slowest_stage_is_named_and_even_stages_are_not() -> None:
@@ -224,7 +224,7 @@ def test_split_kernels_that_do_not_shrink_are_named() -> None:
     assert "compute-redundancy" not in named_in(predicted(made, kernels=ideal))
 
 
-def measured(made: Pipeline, seconds: float) -> dict[str, KernelTime]:
+def measured(made: LoweredPlan, seconds: float) -> dict[str, KernelTime]:
     """A table in which every kernel of a plan takes as long."""
     program, live = made.parts[0].program, dict.fromkeys(made.cut.live, True)
     kernels = [kernel_of(step, program.graph, program.mesh.coords(0), live) for step in program.computes()]
@@ -240,7 +240,7 @@ def test_ops_that_every_rank_does_are_named() -> None:
     graph = graph_of(MODEL)
     plan = named("filter", graph, ranks=4, batch=32)
     splits = (*plan.splits, ("features.2.conv2d_1", {"model": "replicate"}))
-    made = pipeline(graph, replace(plan, splits=splits))
+    made = lower_plan(graph, replace(plan, splits=splits))
     table = {**measured(lowered("data", 1, 32), 4.0), **measured(made, 1.0)}
     step = next(s for s in made.computes() if s.op.path == "features.2.conv2d_1")
     key = kernel_of(step, made.parts[0].program.graph, {"model": 0}, dict.fromkeys(made.cut.live, True)).key

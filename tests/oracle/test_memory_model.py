@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.memory.peak import CPU, CUDA, Machine, Memory, memory
+from fourfold.oracle.memory.peak import CPU, CUDA, DeviceRules, Memory, memory
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import Prices
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.lists.lowered_plan import Pipeline, pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan, lower_plan
 from fourfold.plans.lowering.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.spec.placement import Placement
-from fourfold.runs.comparison_run import Task
+from fourfold.runs.comparison_run import ComparisonRun
 from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 from small import SMALL, batch_of, example, graph_of, observed
@@ -49,13 +49,13 @@ MEAN, UNDER = 0.05, 0.03
 
 
 @cache
-def lowered(model: str, way: str, ranks: int) -> Pipeline:
+def lowered(model: str, way: str, ranks: int) -> LoweredPlan:
     strategy, options = OPTIONS[way]
     plan = named(strategy, graph_of(model), ranks=ranks, batch=batch_of(model), options=options)
-    return pipeline(graph_of(model), plan)
+    return lower_plan(graph_of(model), plan)
 
 
-def peaks(made: Pipeline, *, apart: bool = False, machine: Machine = CPU, optimizer: str = "sgd") -> Memory:
+def peaks(made: LoweredPlan, *, apart: bool = False, machine: DeviceRules = CPU, optimizer: str = "sgd") -> Memory:
     """On ranks of one host, or on those that share no memory."""
     place = Placement.separate_hosts if apart else Placement.one_host
     return memory(made, place(made.plan.size), machine=machine, optimizer=optimizer)
@@ -74,7 +74,7 @@ def data_of(model: str) -> str:
 def errors(model: str, way: str, optimizer: str = "momentum", ranks: Ranks | None = None) -> list[float]:
     """Of every rank: how far the prediction is off, as a part of what was measured. `ranks`: some that share no memory."""
     made = lowered(model, way, 4 if way in FOUR else 2)
-    task = Task(graph=made.graph, plan=made.plan, data=data_of(model), precision="fp32", optimizer=optimizer)
+    task = ComparisonRun(graph=made.graph, plan=made.plan, data=data_of(model), precision="fp32", optimizer=optimizer)
     found = peaks(made, apart=ranks is not None, optimizer=optimizer)
     out = []
     for rank, (real,) in enumerate((ranks or pool(made.plan.size))(observed, task)):
@@ -100,7 +100,7 @@ QUICK = {
 
 def test_a_peak_is_the_same_each_time_it_is_measured() -> None:
     made = lowered("gpt2", "filter", 2)
-    task = Task(graph=made.graph, plan=made.plan, data=data_of("gpt2"), precision="fp32", optimizer="momentum")
+    task = ComparisonRun(graph=made.graph, plan=made.plan, data=data_of("gpt2"), precision="fp32", optimizer="momentum")
     for peaks in pool(2)(observed, task, 4):
         assert len(set(peaks)) == 1, peaks
 
@@ -146,7 +146,7 @@ def test_ranks_on_several_nodes_have_no_memory_in_common(place: str, host: bool)
 # --- laws ---
 
 
-def programs() -> Iterator[Pipeline]:
+def programs() -> Iterator[LoweredPlan]:
     yield from (lowered("vgg16-cifar", way, 2) for way in OPTIONS if way not in FOUR)
     yield from (lowered("vgg16-cifar", way, 4) for way in FOUR)
 
@@ -210,7 +210,7 @@ def test_rounding_up_never_needs_less() -> None:
 def test_more_samples_need_more_peaks() -> None:
     graph = graph_of("vgg16-cifar")
     plans: list[Plan] = [named("data", graph, ranks=2, batch=batch) for batch in (8, 16, 32)]
-    sizes = [peaks(pipeline(graph, plan)).heaviest.bytes for plan in plans]
+    sizes = [peaks(lower_plan(graph, plan)).heaviest.bytes for plan in plans]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 

@@ -11,21 +11,21 @@ from fourfold.errors import Infeasible
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
 from fourfold.oracle.time.replay import Lane, Machine, Replay, Work
-from fourfold.plans import Options, Pipeline, named, pipeline
-from fourfold.plans.lists.lowered_plan import UNTIMED, Task
+from fourfold.plans import LoweredPlan, Options, lower_plan, named
+from fourfold.plans.lists.lowered_plan import UNTIMED, StageAction
 from small import batch_of, graph_of
 
 NAMES = ("vgg16-cifar", "gpt2", "unet3d")
 STRATEGIES = ("data", "filter", "spatial", "data+filter", "splitbrain", "pipeline", "data+pipeline", "fsdp")
 
 
-def lowered(name: str, strategy: str, ranks: int, **options: object) -> Pipeline:
+def lowered(name: str, strategy: str, ranks: int, **options: object) -> LoweredPlan:
     graph = graph_of(name)
     batch = int(options.pop("batch", batch_of(name)))  # type: ignore[call-overload]
-    return pipeline(graph, named(strategy, graph, ranks=ranks, batch=batch, options=Options(**options)))  # type: ignore[arg-type]
+    return lower_plan(graph, named(strategy, graph, ranks=ranks, batch=batch, options=Options(**options)))  # type: ignore[arg-type]
 
 
-def played(made: Pipeline, forward: float, backward: float, transfer: float, cores: int = 0) -> float:
+def played(made: LoweredPlan, forward: float, backward: float, transfer: float, cores: int = 0) -> float:
     """The time of a pipeline's lists with the same stage times everywhere; with cores, all stages on one node."""
     lanes = [
         Lane(first=ranks[0], tasks=tuple(t for t in made.tasks(ranks[0]) if t.kind in ("F", "B", "send", "receive")),
@@ -53,7 +53,9 @@ def test_stages_that_share_cores_take_turns() -> None:
 
 def on_two_cores(*works: tuple[int, Work], beside: int = 0) -> float:
     """Seconds of lanes on one node of two cores, each with so many ranks and one piece of work."""
-    lanes = [Lane(first=k, tasks=(Task(kind="F", stage=k),), nodes=((0, n),), beside=beside) for k, (n, _) in enumerate(works)]
+    lanes = [
+        Lane(first=k, tasks=(StageAction(kind="F", stage=k),), nodes=((0, n),), beside=beside) for k, (n, _) in enumerate(works)
+    ]
     work = {(k, "F", 0): given for k, (_, given) in enumerate(works)}
     return Replay(lanes, Machine(cores={0: 2}), work, {}).run().seconds
 
@@ -124,7 +126,7 @@ def test_a_schedule_of_forwards_and_backwards_at_once_is_not_predicted_with_stag
     for strategy in ("data", "pipeline"):
         plan = named(strategy, graph, ranks=2, batch=4, options=Options(microbatches=microbatches))
         with pytest.raises(Infeasible, match=r"schedule fbp-as .* is not predicted yet; choose 1f1b-as"):
-            estimate(pipeline(graph, replace(plan, schedule="fbp-as")), where)
+            estimate(lower_plan(graph, replace(plan, schedule="fbp-as")), where)
 
 
 def test_a_plan_larger_than_the_cluster_is_refused() -> None:

@@ -17,17 +17,17 @@ from fourfold.cluster import Cluster, cluster_named, preset_names
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.memory.device_rules import CPU, CUDA, Machine
+from fourfold.oracle.memory.device_rules import CPU, CUDA, DeviceRules
 from fourfold.oracle.memory.peak import memory
 from fourfold.oracle.memory.rank import RankReplay
-from fourfold.oracle.memory.steady_state import Rhythm
+from fourfold.oracle.memory.steady_state import SteadyState
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.oracle.prices.traffic import Traffic, pair_kind, traffic
-from fourfold.plans import Options, Pipeline, Program, named, pipeline
+from fourfold.plans import LoweredPlan, Options, Program, lower_plan, named
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.lists.rank_classes import rank_classes
 from fourfold.plans.spec.placement import Placement
 from small import graph_of
 
@@ -53,11 +53,11 @@ def devices(count: int) -> Cluster:
     return replace(cluster, nodes=tuple(replace(run, count=4096) for run in cluster.nodes)).sized(count)
 
 
-def lowered(graph: Graph, strategy: str, ranks: int, batch: int, **options: int) -> Pipeline:
-    return pipeline(graph, named(strategy, graph, ranks=ranks, batch=batch, options=Options(**options)))  # type: ignore[arg-type]
+def lowered(graph: Graph, strategy: str, ranks: int, batch: int, **options: int) -> LoweredPlan:
+    return lower_plan(graph, named(strategy, graph, ranks=ranks, batch=batch, options=Options(**options)))  # type: ignore[arg-type]
 
 
-def placed(made: Pipeline, machine: Machine) -> Placement:
+def placed(made: LoweredPlan, machine: DeviceRules) -> Placement:
     """All ranks on one host, with the devices of a kind of machine."""
     size = made.plan.size
     return Placement(hosts=(0,) * size, devices=("gpu" if machine.gpu else "cpu",) * size)
@@ -67,7 +67,7 @@ Replayed = TypeVar("Replayed", bound=RankReplay)
 
 
 def replay(
-    made: Pipeline, rank: int, machine: Machine, kind: type[Replayed] = RankReplay, *, optimizer: str = "sgd"
+    made: LoweredPlan, rank: int, machine: DeviceRules, kind: type[Replayed] = RankReplay, *, optimizer: str = "sgd"
 ) -> Replayed:
     return kind(made, rank, placement=placed(made, machine), machine=machine, optimizer=optimizer)
 
@@ -105,7 +105,7 @@ def test_ranks_said_to_be_alike_have_the_same_shapes_and_peaks(name: str, strate
         programs = [program for part in parts for program in part.programs.values()]
         mesh = parts[0].stage.mesh
         layouts = [layout for program in programs for layout in _layouts(program)]
-        kinds = alike(mesh, programs)
+        kinds = rank_classes(mesh, programs)
         assert sorted(m for members in kinds for m in members) == list(range(mesh.size))
         shapes = [{tuple(at.local_shape(mesh.coords(m)) for at in layouts) for m in members} for members in kinds]
         assert all(len(some) == 1 for some in shapes) and len(set().union(*shapes)) == len(kinds)
@@ -128,15 +128,13 @@ def test_kinds_that_share_what_was_worked_out_have_the_peaks_they_have_alone(nam
     for machine in (CPU, CUDA):
         found = memory(made, placed(made, machine), optimizer="adamw", machine=machine).peaks
         assert len(found) > 1
-        assert list(found) == [
-            replay(made, peak.ranks[0], machine, optimizer="adamw").peak(peak.ranks) for peak in found
-        ]
+        assert list(found) == [replay(made, peak.ranks[0], machine, optimizer="adamw").peak(peak.ranks) for peak in found]
 
 
 class Patient(RankReplay):
     """Follows every micro-batch."""
 
-    def _caught_up(self, steady: Rhythm | None, at: int) -> int:
+    def _caught_up(self, steady: SteadyState | None, at: int) -> int:
         return at
 
 
@@ -152,7 +150,7 @@ class Patient(RankReplay):
     ("gpt2", "filter+pipeline:stages=2", {"microbatches": 12, "recompute": 2}),
 ])  # fmt: skip
 def test_micro_batches_that_are_skipped_change_no_peak(
-    name: str, strategy: str, options: dict[str, int], machine: Machine
+    name: str, strategy: str, options: dict[str, int], machine: DeviceRules
 ) -> None:
     made = lowered(graph_of(name), strategy, 4, 48, **options)
     for place in made.places:

@@ -18,11 +18,11 @@ from fourfold.cli.main import run
 from fourfold.cluster import cluster_named
 from fourfold.cluster.local import RANKS_A_CORE, usable_cores
 from fourfold.errors import InvalidInput
-from fourfold.oracle.cost_summary import Figures, Setting, predicted
+from fourfold.oracle.cost_summary import CostSummary, Setting, predicted
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.scaling import Row, Study, fastest
 from fourfold.oracle.time.items import CATEGORIES
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 from fourfold.report.scaling import Sparks, scaling_record, scaling_text
 from fourfold.report.trace import MICRO, trace_record
 from fourfold.timeline import Event, Timeline
@@ -112,7 +112,7 @@ def test_a_model_of_fixed_batch_does_not_scale_weakly() -> None:
 
 def test_paradls_formulas_give_terms_and_no_interval() -> None:
     graph = graph_of("vgg16-cifar")
-    lowered = pipeline(graph, named("data", graph, ranks=4, batch=8))
+    lowered = lower_plan(graph, named("data", graph, ranks=4, batch=8))
     found = predicted(lowered, setting(4, model="paradl"))
     assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
     assert found.breakdown["gradient_exchange"] > 0
@@ -217,9 +217,9 @@ def test_ranks_beyond_this_machine_are_not_predicted_for_it(record: Callable[...
     assert (candidate["feasible"], found["best"]) == (True, 0)
 
 
-def staged() -> Figures:
+def staged() -> CostSummary:
     graph = graph_of("vgg16-cifar")
-    return predicted(pipeline(graph, named("data+pipeline", graph, ranks=4, batch=8)), setting(4))
+    return predicted(lower_plan(graph, named("data+pipeline", graph, ranks=4, batch=8)), setting(4))
 
 
 def threads(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -20,11 +20,11 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Candidate, Ranking, Task, search
+from fourfold.planner import Candidate, Ranking, SearchTask, search
 from fourfold.planner.explain import _against, explained, faster, roomier
 from fourfold.planner.search import TIE, alike
 from fourfold.planner.splits.solve import solve
-from fourfold.planner.splits.split_groups import knots
+from fourfold.planner.splits.split_groups import split_groups
 from fourfold.planner.splits.split_search import Splitting
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.lowering.stages import cut
@@ -39,9 +39,9 @@ def captured(name: str, **arguments: int) -> Graph:
         return capture(*MODELS[name](**arguments))
 
 
-def task(graph: Graph, cluster: str, devices: int, batch: int, optimizer: str = "sgd") -> Task:
+def task(graph: Graph, cluster: str, devices: int, batch: int, optimizer: str = "sgd") -> SearchTask:
     prices = Prices(cluster=cluster_named(cluster, devices=devices))
-    return Task(graph=graph, batch=batch, setting=Setting(prices=prices, optimizer=optimizer))
+    return SearchTask(graph=graph, batch=batch, setting=Setting(prices=prices, optimizer=optimizer))
 
 
 @cache
@@ -110,7 +110,7 @@ def test_a_deep_network_on_slow_links_becomes_a_pipeline() -> None:
 def test_every_op_that_depends_on_an_input_is_in_one_knot(name: str) -> None:
     graph = graph_of(name)
     live = cut(graph, [""]).live
-    found = knots(graph, batch_of(name), live)
+    found = split_groups(graph, batch_of(name), live)
     owned = [op.name for knot in found for op in knot.graph.ops if op.name in graph.dependent]
     first = [op.name for op in graph.ops if op.name in graph.dependent]
     assert set(owned) <= set(first) and len({knot.key for knot in found}) <= len(found)
@@ -128,7 +128,7 @@ def test_the_same_search_twice_gives_the_same_ranking() -> None:
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
-def smaller(wanted: Task, factor: float) -> Task:
+def smaller(wanted: SearchTask, factor: float) -> SearchTask:
     return replace(wanted, setting=wanted.setting.on(roomier(wanted.cluster, factor)))
 
 

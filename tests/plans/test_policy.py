@@ -21,7 +21,7 @@ from fourfold.graph.capture import capture
 from fourfold.oracle.memory.peak import memory
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
-from fourfold.plans import Mesh, Options, Plan, load_plan, named, pipeline, save_plan
+from fourfold.plans import Mesh, Options, Plan, load_plan, lower_plan, named, save_plan
 from fourfold.plans.lists.records import Record, records
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.plan_file import plan_data
@@ -84,7 +84,7 @@ def cluster(*, separate: bool) -> Cluster:
 
 def predicted(task: Subject, plan: Plan, *, separate: bool) -> tuple[list[list[Record]], float, int]:
     """The records that the lists of all ranks say, the time and the largest peak of a step."""
-    made, prices = pipeline(task.task.graph, plan), Prices(cluster=cluster(separate=separate), precision="fp64")
+    made, prices = lower_plan(task.task.graph, plan), Prices(cluster=cluster(separate=separate), precision="fp64")
     assert prices.placement.level((0, 1)) == ("network" if separate else "host")
     listed = [records(made, prices.placement, rank, precision="fp64", clips=True) for rank in (0, 1)]
     peak = memory(made, prices.placement, precision="fp64").heaviest.bytes

@@ -22,7 +22,7 @@ from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Options, Plan, named
 from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lists.lowered_plan import BLOCKING, Pipeline, Task, check_runnable, pipeline
+from fourfold.plans.lists.lowered_plan import BLOCKING, LoweredPlan, StageAction, check_runnable, lower_plan
 from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
 from fourfold.plans.lowering.stages import Cut, cut
 from fourfold.plans.spec.plan import Stage
@@ -35,9 +35,9 @@ SCHEDULES = ("gpipe", "1f1b-sno", "1f1b-so", "interleaved")
 
 
 @cache
-def staged(name: str, schedule: str, ranks: int, strategy: str = "pipeline") -> Pipeline:
+def staged(name: str, schedule: str, ranks: int, strategy: str = "pipeline") -> LoweredPlan:
     options = Options(schedule=schedule)
-    return pipeline(graph_of(name), named(strategy, graph_of(name), ranks=ranks, batch=batch_of(name), options=options))
+    return lower_plan(graph_of(name), named(strategy, graph_of(name), ranks=ranks, batch=batch_of(name), options=options))
 
 
 def cut_anywhere(graph: Graph, rng: random.Random) -> Cut:
@@ -276,7 +276,7 @@ LISTS = [(name, schedule, ranks) for name in ("vgg16-cifar", "unet3d", "gpt2", "
          for ranks in (2, 3, 4)]  # fmt: skip
 
 
-def by_stage(run: Pipeline) -> dict[int, tuple[Task, ...]]:
+def by_stage(run: LoweredPlan) -> dict[int, tuple[StageAction, ...]]:
     """The list of the first rank of each stage."""
     return {part.index: run.tasks(part.stage.ranks[0]) for part in run.parts}
 
@@ -330,10 +330,10 @@ def test_receives_are_posted_a_turn_ahead_unless_the_schedule_blocks(schedule: s
 
 
 def test_a_list_of_actions_reads_as_the_module_says() -> None:
-    run = pipeline(graph_of("gpt2"), named("pipeline:stages=2,microbatches=1", graph_of("gpt2"), ranks=2, batch=4))
+    run = lower_plan(graph_of("gpt2"), named("pipeline:stages=2,microbatches=1", graph_of("gpt2"), ranks=2, batch=4))
     assert " ".join(map(str, run.tasks(0))) == "R 0S 0F0 0>1F0 0<1B0 0B0 0G T L U"
     assert " ".join(map(str, run.tasks(1))) == "1S 1<0F0 1F0 1B0 1>0B0 1G T L U"
-    plain = pipeline(graph_of("gpt2"), named("data", graph_of("gpt2"), ranks=2, batch=4))
+    plain = lower_plan(graph_of("gpt2"), named("data", graph_of("gpt2"), ranks=2, batch=4))
     assert [" ".join(map(str, plain.tasks(rank))) for rank in (0, 1)] == ["0S 0F0 0B0 0G L U"] * 2
 
 

@@ -13,8 +13,8 @@ from fourfold.cluster import cluster_named
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.scaling import Study
-from fourfold.planner import Task, search
-from fourfold.planner.what_if import grid
+from fourfold.planner import SearchTask, search
+from fourfold.planner.what_if import what_if_grid
 from fourfold.report.page.page import page as written
 from fourfold.report.runs import Run
 from small import batch_of, graph_of
@@ -28,8 +28,8 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything a page can have."""
     settings = {n: Setting(prices=Prices(cluster=cluster_named(CLUSTER, devices=n))) for n in (1, 2, 4, 8)}
-    ranking = search(Task(graph=graph_of(NAME), batch=batch_of(NAME), setting=settings[DEVICES]))
-    around = grid(ranking, lambda n: cluster_named(CLUSTER, devices=n), limit=60.0)
+    ranking = search(SearchTask(graph=graph_of(NAME), batch=batch_of(NAME), setting=settings[DEVICES]))
+    around = what_if_grid(ranking, lambda n: cluster_named(CLUSTER, devices=n), limit=60.0)
     study = Study(graph=graph_of(NAME), settings=settings, batch=batch_of(NAME))
     rows = [study.row(name, n) for n in settings for name in ("data", "filter", "pipeline")]
     runs = [Run(strategy="data", ranks=4, predicted=0.19, measured=0.2, predicted_peak=None, measured_peak=None, equal=None,

@@ -14,8 +14,8 @@ from fourfold.cli.main import run
 from fourfold.cluster import cluster_named
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Ranking, Task, search
-from fourfold.planner.what_if import Grid, Point, grid
+from fourfold.planner import Ranking, SearchTask, search
+from fourfold.planner.what_if import Point, WhatIfGrid, what_if_grid
 from fourfold.report.page.page import EXCHANGES, assembled, page
 from small import batch_of, graph_of
 
@@ -25,12 +25,12 @@ CLUSTER, DEVICES = "ethernet-10g", 4
 @cache
 def ranking(name: str = "gpt2") -> Ranking:
     prices = Prices(cluster=cluster_named(CLUSTER, devices=DEVICES))
-    return search(Task(graph=graph_of(name), batch=batch_of(name), setting=Setting(prices=prices)))
+    return search(SearchTask(graph=graph_of(name), batch=batch_of(name), setting=Setting(prices=prices)))
 
 
 @cache
-def around(limit: float = 60.0) -> Grid:
-    return grid(ranking(), lambda count: cluster_named(CLUSTER, devices=count), limit=limit)
+def around(limit: float = 60.0) -> WhatIfGrid:
+    return what_if_grid(ranking(), lambda count: cluster_named(CLUSTER, devices=count), limit=limit)
 
 
 def trained(graph: str = "") -> dict[str, Any]:

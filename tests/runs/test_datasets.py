@@ -11,13 +11,13 @@ from fourfold.cli.main import run
 from fourfold.errors import InvalidInput
 from fourfold.runs.datasets import dataset
 from fourfold.runs.train import Trainer
-from fourfold.workload.workload import subject
+from fourfold.workload.workload import load_workload
 
 MODEL = "vgg16-cifar,width=64,channels=8"
 
 
 def test_digits_fit_the_shapes_of_the_model() -> None:
-    images, classes = dataset("digits", subject(MODEL, batch=16)) or []
+    images, classes = dataset("digits", load_workload(MODEL, batch=16)) or []
     assert images.shape == (1797, 3, 32, 32) and classes.shape == (1797,)
     assert images.mean().abs() < 1e-3 and (images.std() - 1).abs() < 1e-3
     assert sorted(set(classes.tolist())) == list(range(10))
@@ -41,7 +41,7 @@ def test_an_epoch_shows_every_example_once_and_the_next_in_another_order() -> No
 )
 def test_what_does_not_fit_is_refused(model: str, batch: int, name: str, word: str) -> None:
     with pytest.raises(InvalidInput, match=word):
-        dataset(name, subject(model, batch=batch, data=False))
+        dataset(name, load_workload(model, batch=batch, data=False))
 
 
 def test_training_on_digits_learns_and_does_not_depend_on_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,8 +147,8 @@ def test_recomputed_segments_that_overlap_are_refused() -> None:
     from dataclasses import replace
 
     from fourfold.graph.capture import capture
-    from fourfold.plans import pipeline
+    from fourfold.plans import lower_plan
 
     graph = capture(build(), data(0), (), first)
     with pytest.raises(InvalidInput, match="in order, without overlap"):
-        pipeline(graph, replace(plan, recompute=tuple(reversed(plan.recompute))))
+        lower_plan(graph, replace(plan, recompute=tuple(reversed(plan.recompute))))

@@ -16,7 +16,7 @@ from foreign_table import foreign as case
 from fourfold.graph.capture import capture
 from fourfold.models.example import Example
 from fourfold.plans import lower, named
-from fourfold.runs.comparison_run import Task, run_trial
+from fourfold.runs.comparison_run import ComparisonRun, run_steps
 from fourfold.runs.reference import EAGER, PROGRAM, Reference, eager_trial
 from fourfold.runs.verify import verify
 from ranks import close_pools, pool
@@ -68,8 +68,8 @@ def test_the_program_on_one_rank_is_the_module_in_float32(text: str) -> None:
     subject, start = case(text), reference(text).start
     eager = eager_trial(subject, start, subject.case.tensors, precision="fp32", optimizer="sgd", steps=1)
     plan = named("data", subject.graph, ranks=1, batch=subject.batch)
-    task = Task(graph=subject.graph, plan=plan, data="", precision="fp32", steps=1)
-    ours = run_trial(task, start, subject.case.tensors)
+    task = ComparisonRun(graph=subject.graph, plan=plan, data="", precision="fp32", steps=1)
+    ours = run_steps(task, start, subject.case.tensors)
     assert ours.losses == pytest.approx(eager.losses, rel=1e-6)
     for name, output in eager.outputs.items():
         torch.testing.assert_close(ours.outputs[name], output)
@@ -92,7 +92,7 @@ def test_random_models_do_draw_and_are_compared_with_eager(text: str) -> None:
 def test_a_weight_moved_by_a_millionth_is_seen(strategy: str) -> None:
     """The control: were equality won by looking away, this would pass for equal too."""
     subject = case("bert")
-    other = Reference(subject=subject)
+    other = Reference(workload=subject)
     key = next(k for k in other.start if k.endswith("layer.0.attention.self.query.weight"))
     other.start = {**other.start, key: other.start[key].double() * (1 + 1e-6)}
     verdict = verify(subject, subject.plan(strategy, ranks=RANKS), pool(RANKS), reference=other)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plans import Options
-from fourfold.runs.comparison_run import Task, runner
+from fourfold.runs.comparison_run import ComparisonRun, runner
 from fourfold.runs.measure import measure
 from fourfold.runs.measured_memory import held_bytes
 from fourfold.runs.train import History, train
@@ -16,28 +16,28 @@ from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.recompute import recomputed
 from fourfold.runtime.kernels import Randomness
 from fourfold.timeline import Event, Timeline
-from fourfold.workload.workload import Subject, stored_tensors, subject
+from fourfold.workload.workload import Workload, load_workload, stored_tensors
 from ranks import pool
 
 SMALL = "vgg16-cifar,batch=8,width=32,channels=8"
 
 
 @pytest.fixture(scope="module")
-def small() -> Subject:
-    return subject(SMALL)
+def small() -> Workload:
+    return load_workload(SMALL)
 
 
-def peak(seen: Subject, **options: int) -> int:
+def peak(seen: Workload, **options: int) -> int:
     """On one rank, in one micro-batch unless told otherwise."""
     plan = seen.plan("data", ranks=1, options=Options(**options))
     state = {key: tensor.detach() for key, tensor in stored_tensors(seen.case).items()}
-    running = runner(Task(graph=seen.graph, plan=plan, data="", precision="fp32"), state, Randomness())
+    running = runner(ComparisonRun(graph=seen.graph, plan=plan, data="", precision="fp32"), state, Randomness())
     feeds = dict(zip((*seen.graph.inputs, *seen.graph.targets), seen.case.tensors, strict=True))
     optimizer = optimizer_named("sgd")([tensor for _, tensor in running.named()])
     return measure(running, optimizer, feeds).peak_bytes
 
 
-def test_the_peak_holds_weights_and_gradients_and_falls_with_micro_batches(small: Subject) -> None:
+def test_the_peak_holds_weights_and_gradients_and_falls_with_micro_batches(small: Workload) -> None:
     weights = held_bytes(t.detach() for t in small.case.module.parameters())
     whole, pieces = peak(small), peak(small, microbatches=4)
     assert whole > pieces > 2 * weights
@@ -54,7 +54,7 @@ def deep():
 
 def test_recomputation_keeps_segment_ends_and_one_segment_s_activations(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(DEEP)
-    seen = subject(f"{tmp_path}/nets.py:deep")
+    seen = load_workload(f"{tmp_path}/nets.py:deep")
     activation = 4 * 512 * 16
     plain, again = peak(seen), peak(seen, recompute=4)
     assert plain > 12 * activation  # every tanh keeps its result
@@ -78,12 +78,12 @@ def test_a_recomputed_segment_is_forgotten_after_its_backward() -> None:
     assert all(ref() is None for ref in made)
 
 
-def run(seen: Subject, strategy: str, ranks: int, **options: object) -> History:
+def run(seen: Workload, strategy: str, ranks: int, **options: object) -> History:
     plan = seen.plan(strategy, ranks=ranks, options=Options(**options))  # type: ignore[arg-type]
     return train(seen, plan, pool(ranks), steps=1, optimizer="momentum")
 
 
-def test_shared_rows_count_on_the_rank_they_belong_to(small: Subject) -> None:
+def test_shared_rows_count_on_the_rank_they_belong_to(small: Workload) -> None:
     """Data parallelism on one host: weights, momentum, gradients as backward makes them and as the ranks sum them."""
     weights = held_bytes(t.detach() for t in small.case.module.parameters())
     history = run(small, "data", 2)
@@ -91,7 +91,7 @@ def test_shared_rows_count_on_the_rank_they_belong_to(small: Subject) -> None:
     assert all(4 * weights < peak < 8 * weights for peak in history.peaks)
 
 
-def test_stages_hold_less_and_say_how_long_they_wait(small: Subject) -> None:
+def test_stages_hold_less_and_say_how_long_they_wait(small: Workload) -> None:
     staged, data = run(small, "pipeline", 2, microbatches=4), run(small, "data", 2)
     assert min(staged.peaks) < min(data.peaks)
     assert len(staged.waiting) == 2

@@ -16,7 +16,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Ranking, Task, search
+from fourfold.planner import Ranking, SearchTask, search
 from fourfold.planner.explain import faster, roomier
 from fourfold.plans import Plan
 from ranks import pool
@@ -123,7 +123,7 @@ def drawn(seed: int) -> tuple[Graph, Subject, int, random.Random]:
 
 
 def searched(graph: Graph, batch: int, where: Cluster) -> Ranking:
-    return search(Task(graph=graph, batch=batch, setting=Setting(prices=Prices(cluster=where), optimizer="momentum")))
+    return search(SearchTask(graph=graph, batch=batch, setting=Setting(prices=Prices(cluster=where), optimizer="momentum")))
 
 
 def printed(found: Ranking) -> list[Plan]:

@@ -11,11 +11,11 @@ import torch
 
 import verify_all
 from fourfold.cli.main import run
-from fourfold.runs.comparison_run import Trial
+from fourfold.runs.comparison_run import RunResult
 from fourfold.runs.reference import EAGER, PROGRAM, Reference
 from fourfold.runs.verify import Check, _checks, verify
 from fourfold.runtime.host.launch import Ranks
-from fourfold.workload.workload import subject
+from fourfold.workload.workload import load_workload
 from ranks import pool
 
 COVERING = """
@@ -79,11 +79,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         "    layers = nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5), nn.ReLU(), nn.Flatten(), nn.Linear(30, 2)\n"
         "    return nn.Sequential(*layers), (torch.randn(4, 3, 8),)\n"
     )
-    return Reference(subject=subject(f"{path}:net"))
+    return Reference(workload=load_workload(f"{path}:net"))
 
 
-def judged(reference: Reference, trial: Trial, precision: str = "fp64") -> list[Check]:
-    trainable = {p.key for p in reference.subject.graph.parameters if p.trainable}
+def judged(reference: Reference, trial: RunResult, precision: str = "fp64") -> list[Check]:
+    trainable = {p.key for p in reference.workload.graph.parameters if p.trainable}
     checks, _, _ = _checks(trial, reference, precision, trainable)
     return checks
 
@@ -129,7 +129,7 @@ def test_a_bias_before_a_batch_norm_is_compared_with_the_others(reference: Refer
 
 def test_the_module_is_left_as_it_was(reference: Reference) -> None:
     assert reference.perturbed.losses
-    now = reference.subject.case.module.state_dict()
+    now = reference.workload.case.module.state_dict()
     assert all(torch.equal(now[key], tensor) for key, tensor in reference.start.items())
     assert now["0.weight"].dtype == torch.float32
 
@@ -155,7 +155,7 @@ def test_the_reference_is_eager_unless_its_draws_cannot_be_replayed(tmp_path: Pa
         "def net():\n"
         "    return Net(3, 3), (torch.randn(4, 3),)\n"
     )
-    assert Reference(subject=subject(f"{tmp_path}/net.py:net")).kind == kind
+    assert Reference(workload=load_workload(f"{tmp_path}/net.py:net")).kind == kind
 
 
 AMPLIFYING = """
@@ -177,8 +177,8 @@ def net():
 
 def test_a_network_that_amplifies_rounding_is_not_called_unequal(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(AMPLIFYING)
-    seen = subject(f"{tmp_path}/net.py:net")
-    verdict = verify(seen, seen.plan("filter", ranks=2), pool(2), reference=Reference(subject=seen))
+    seen = load_workload(f"{tmp_path}/net.py:net")
+    verdict = verify(seen, seen.plan("filter", ranks=2), pool(2), reference=Reference(workload=seen))
     assert verdict is not None
     assert not verdict.plain, "moved inputs alone would call it unequal"
     assert verdict.equal
@@ -199,8 +199,8 @@ def net():
 
 def test_a_loss_that_is_not_a_number_is_called_so(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(BROKEN)
-    seen = subject(f"{tmp_path}/net.py:net")
-    verdict = verify(seen, seen.plan("data", ranks=2), pool(2), reference=Reference(subject=seen))
+    seen = load_workload(f"{tmp_path}/net.py:net")
+    verdict = verify(seen, seen.plan("data", ranks=2), pool(2), reference=Reference(workload=seen))
     assert verdict is not None
     assert (verdict.equal, verdict.bad_step) == (False, 1)
 

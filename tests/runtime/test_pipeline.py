@@ -29,7 +29,7 @@ from small import batch_of
 
 def cuts(judge: Judge, stages: int, seed: int) -> list[str]:
     """The first ops of stages cut anywhere but within what depends on no input."""
-    graph = judge.subject.graph
+    graph = judge.workload.graph
     places = [k for k, op in enumerate(graph.ops) if op.name in graph.dependent][1:]
     return ["", *(judge.paths[k] for k in sorted(random.Random(seed).sample(places, stages - 1)))]
 
@@ -56,7 +56,7 @@ def test_awkward_nets_on_ranks_equal_the_module(name: str, ranks: int, schedule:
 @pytest.mark.parametrize("seed", range(2))
 def test_any_run_of_ops_may_be_recomputed_in_any_stage(name: str, seed: int) -> None:
     judge, rng = net(name), random.Random(seed)
-    firsts, graph = cuts(judge, 3, seed), judge.subject.graph
+    firsts, graph = cuts(judge, 3, seed), judge.workload.graph
     segments = []
     for part in cut(graph, firsts).graphs:
         paths = [op.path for op in part.ops if op.name in graph.dependent]
@@ -90,7 +90,7 @@ def test_built_in_models_equal_the_module(name: str, strategy: str, ranks: int, 
     judge = built_in(name)
     stages = 2 if strategy == "splitbrain" else None
     options = Options(schedule=schedule, microbatches=microbatches, stages=stages)
-    plan = named(strategy, judge.subject.graph, ranks=ranks, batch=batch_of(name), options=options)
+    plan = named(strategy, judge.workload.graph, ranks=ranks, batch=batch_of(name), options=options)
     verdict = judge.assert_equal(plan)
     if (name, ranks) == ("unet3d", 3) and strategy == "pipeline":
         assert any(c.target - c.source == 2 for c in verdict.program.crossings), "no skip jumps over a stage"
@@ -165,7 +165,7 @@ def test_copies_of_a_tied_weight_stay_bitwise_equal(ranks: int, schedule: str) -
 def recorded(strategy: str, ranks: int, schedule: str) -> tuple[Timeline, list[str]]:
     """The timeline of a step, and this rank's list of actions."""
     run = made(strategy, ranks, schedule)
-    return run.timeline(*batch(0)), [str(t) for t in run.pipeline.tasks(run._runner.rank) if t.kind not in (*UNTIMED, "update")]
+    return run.timeline(*batch(0)), [str(t) for t in run.lowered.tasks(run._runner.rank) if t.kind not in (*UNTIMED, "update")]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "schedule"), [("pipeline", 4, "1f1b-sno"), ("pipeline", 4, "1f1b-so"),
@@ -254,9 +254,7 @@ def failing(how: str) -> None:
     ("how", "said"),
     [("dies", r"rank 1 died \(exit code 7\)"), ("hangs", r"(?s)rank 0 failed.*[Tt]imed? ?out")],
 )
-def test_a_rank_that_fails_within_a_step_stops_the_others_in_time(
-    how: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_within_a_step_stops_the_others_in_time(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOURFOLD_TIMEOUT", "4" if how == "hangs" else "30")
     with Ranks(2, timeout=60) as ranks, pytest.raises(WorkerFailed, match=said) as found:
         ranks(time.monotonic)

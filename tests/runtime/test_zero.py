@@ -22,21 +22,21 @@ from fourfold.graph.capture import capture
 from fourfold.index import IndexSet
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.stage import StagePrices
-from fourfold.plans import Mesh, Options, Plan, lower, named, pipeline
+from fourfold.plans import Mesh, Options, Plan, lower, lower_plan, named
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lists.actions import Fetch
 from fourfold.plans.lists.comm_batches import chunks, gathered
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.plan import Segment
 from fourfold.plans.spec.policy import Policy
-from fourfold.runs.comparison_run import Task, load_trial, run_task, runner
+from fourfold.runs.comparison_run import ComparisonRun, execute_run, load_result, runner
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.zero.weight_transport import Gathered
 from fourfold.runtime.zero.zero3 import Note, Weights
-from fourfold.runtime.zero.zero3_collective import Wired
-from fourfold.runtime.zero.zero3_shared import Shared
+from fourfold.runtime.zero.zero3_collective import CollectiveTransport
+from fourfold.runtime.zero.zero3_shared import SharedTransport
 from ranks import between_hosts, pool
 from small import SMALL, Subject, assert_equal, batch_of, built_in, graph_of, subject
 
@@ -156,8 +156,8 @@ def ranks_apart(count: int) -> Ranks:
     return ranks
 
 
-def run_by_messages(task: Task) -> None:
-    _, travelled = between_hosts(run_task, task)
+def run_by_messages(task: ComparisonRun) -> None:
+    _, travelled = between_hosts(execute_run, task)
     assert travelled
 
 
@@ -170,7 +170,7 @@ def test_zero_over_sockets_gives_the_numbers_of_one_rank(
     apart: Ranks, name: str, strategy: str, zero: int, microbatches: int, large: bool
 ) -> None:
     plan = plan_of(name, strategy, 3, zero, microbatches=microbatches)
-    assert_equal(built_in(name).errors(plan, ranks=apart, run=run_by_messages if large else run_task))
+    assert_equal(built_in(name).errors(plan, ranks=apart, run=run_by_messages if large else execute_run))
 
 
 def test_slices_over_sockets_give_the_numbers_of_one_rank(apart: Ranks) -> None:
@@ -237,7 +237,7 @@ def test_chunks_hold_every_row_once_and_no_more_than_fits(shapes: list[tuple[int
 @pytest.mark.parametrize("sockets", [False, True])
 def test_slices_gathered_in_many_rounds_give_the_numbers_of_one_rank(apart: Ranks, sockets: bool) -> None:
     plan = plan_of("gpt2", "data", 3, 1, policy=Policy(chunk_bytes=8 * 1000))
-    lists = pipeline(graph_of("gpt2"), plan).lists(Placement.one_host(3), "fp64")
+    lists = lower_plan(graph_of("gpt2"), plan).lists(Placement.one_host(3), "fp64")
     assert all(slices.rounds > 10 for found in lists.values() for slices in found.messages.slices)
     assert_equal(built_in("gpt2").errors(plan, ranks=apart if sockets else pool(3)))
 
@@ -254,8 +254,8 @@ def with_optimizer(optimizer: str) -> Subject:
     built = built_in(VGG)
     result = str(Path(built.task.data).with_name(f"{optimizer}.pt"))
     task = replace(built.task, optimizer=optimizer, result=result)
-    run_task(task)
-    return replace(built, task=task, reference=load_trial(result))
+    execute_run(task)
+    return replace(built, task=task, reference=load_result(result))
 
 
 # --- the memory ---
@@ -265,7 +265,7 @@ def bytes_of(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def bytes_held(task: Task) -> dict[str, int]:
+def bytes_held(task: ComparisonRun) -> dict[str, int]:
     """Bytes of this rank's parameters, gradients and optimizer state after a step."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
@@ -312,7 +312,7 @@ class Watch:
         return sum(size for reference, size in self.alive if not reference.expired())
 
 
-def gathered_bytes(task: Task) -> dict[str, Any]:
+def gathered_bytes(task: ComparisonRun) -> dict[str, Any]:
     """How much gathered weight is alive after forward, at most in a step, and after it."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
@@ -327,8 +327,8 @@ def gathered_bytes(task: Task) -> dict[str, Any]:
         running._run[each.kind](each)
         if each.kind == "F":
             facts = {"after forward": watch.bytes(), "gathered in forward": watch.total, "at once": watch.peak}
-    wired = isinstance(executor.weights.carrier, Wired)
-    assert wired != isinstance(executor.weights.carrier, Shared)
+    wired = isinstance(executor.weights.carrier, CollectiveTransport)
+    assert wired != isinstance(executor.weights.carrier, SharedTransport)
     return {**facts, "in backward": watch.peak, "after": watch.bytes(), "largest": watch.largest, "wired": wired}
 
 
@@ -345,12 +345,12 @@ def test_gathered_weights_do_not_outlive_their_use(apart: Ranks, sockets: bool) 
             assert facts["in backward"] <= 2 * facts["largest"]
 
 
-def copied(task: Task) -> Counter[tuple[str, str]]:
+def copied(task: ComparisonRun) -> Counter[tuple[str, str]]:
     """How often a step copies each weight together, and deals its gradient out."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
     carrier = running.executors[0].weights.carrier
-    assert isinstance(carrier, Shared)
+    assert isinstance(carrier, SharedTransport)
     counts: Counter[tuple[str, str]] = Counter()
     fetch, give = carrier.fetch, carrier.give
 
@@ -370,7 +370,7 @@ def copied(task: Task) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_the_oracle_prices_each_copy_of_a_weight_that_is_made(name: str) -> None:
     built, plan = built_in(name), plan_of(name, "data", 2, 3)
-    made = pipeline(graph_of(name), plan)
+    made = lower_plan(graph_of(name), plan)
     prices = Prices(cluster=with_copies(fetch=1.0, give=1000.0))
     stage = StagePrices(made.lists(prices.placement)[0, plan.sizes[0]], prices)
     weights = {move.value for move in gathered(made.parts[0].program)}
@@ -382,7 +382,7 @@ def test_the_oracle_prices_each_copy_of_a_weight_that_is_made(name: str) -> None
         assert counts == priced
 
 
-def saved(task: Task) -> set[tuple[str, str]]:
+def saved(task: ComparisonRun) -> set[tuple[str, str]]:
     """Every op and every gathered weight that autograd saves for its backward."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
@@ -404,7 +404,7 @@ def saved(task: Task) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_backward_gathers_what_autograd_saves_and_nothing_else(name: str) -> None:
     plan = plan_of(name, "data", 2, 3)
-    lists = pipeline(graph_of(name), plan).lists(Placement.one_host(2), "fp64")[0, plan.sizes[0]]
+    lists = lower_plan(graph_of(name), plan).lists(Placement.one_host(2), "fp64")[0, plan.sizes[0]]
     users = [step for step in lists.program.computes() if id(step) in lists.messages.needed]
     listed = {(step.op.path, move.value) for step in users for move in lists.messages.needed[id(step)]}
     biases = {pair for pair in listed if "lstm" in pair[0] and "bias" in pair[1]}  # kept by oneDNN's LSTM alone (float32)
@@ -425,11 +425,11 @@ class Doubled(torch.autograd.Function):
         return 2 * grads[0]
 
 
-def kept_secretly(task: Task) -> None:
+def kept_secretly(task: ComparisonRun) -> None:
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
     weights = running.executors[0].weights
-    step = next(step for step in running.pipeline.computes() if step.op.target.startswith("aten.add"))
+    step = next(step for step in running.lowered.computes() if step.op.target.startswith("aten.add"))
     with weights.forward(task.plan.sizes[0]):
         weights.running = step
         fetch = next(a for a in running.lists[0, task.plan.sizes[0]].forward if isinstance(a, Fetch))

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.graph.capture import capture
-from fourfold.plans import Options, Plan, named, pipeline
+from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.lists import paths as paths_module
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.lists.records import Record, records
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import DEFAULT, Policy
-from fourfold.runs.comparison_run import Task, runner
+from fourfold.runs.comparison_run import ComparisonRun, runner
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
@@ -154,7 +154,7 @@ CASES = (
 IN_SUITE = tuple(case for k, case in enumerate(CASES) if case.model == "odd" or k % 3 == 1)
 
 
-def recorded(task: Task, elements: int | None) -> tuple[Placement, list[Record]]:
+def recorded(task: ComparisonRun, elements: int | None) -> tuple[Placement, list[Record]]:
     """On a rank: where it runs, and what it does in its second step."""
     with sending_directly(elements):
         data = torch.load(task.data, mmap=True, weights_only=True)
@@ -193,11 +193,11 @@ def close_apart() -> None:
     apart.cache_clear()
 
 
-def run_of(case: Case) -> tuple[Pipeline, list[tuple[Placement, list[Record]]]]:
+def run_of(case: Case) -> tuple[LoweredPlan, list[tuple[Placement, list[Record]]]]:
     """A plan lowered, and what each rank did."""
     task = replace(subject_named(case.model).task, plan=case.plan(), result="")
     ranks = apart(case.ranks) if case.apart else pool(case.ranks)
-    return pipeline(task.graph, task.plan), ranks(recorded, task, case.elements)
+    return lower_plan(task.graph, task.plan), ranks(recorded, task, case.elements)
 
 
 def disagreement(case: Case) -> str:

@@ -17,7 +17,7 @@ from fourfold.plans.spec.plan import Stage
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import Verdict, verify
 from fourfold.workload.model_text import Case
-from fourfold.workload.workload import Subject
+from fourfold.workload.workload import Workload
 from ranks import pool
 from small import example, graph_of
 
@@ -167,7 +167,7 @@ NETS: dict[str, Callable[[], Case]] = {
 class Judge:
     """A subject and its one-process runs, for as many plans as there are."""
 
-    subject: Subject
+    subject: Workload
     reference: Reference
 
     @property
@@ -208,7 +208,7 @@ class Alone:
 
 
 def _judge(case: Case, graph: Any) -> Judge:
-    seen = Subject(text="a net", case=case, graph=graph)
+    seen = Workload(text="a net", case=case, graph=graph)
     return Judge(subject=seen, reference=Reference(subject=seen, steps=2))
 
 

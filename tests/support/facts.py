@@ -12,11 +12,11 @@ from fourfold.cluster import cluster_named
 from fourfold.graph import Graph
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import Prices
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 
 
 def facts(graph: Graph, strategy: str, batch: int) -> list[Any]:
-    made = pipeline(graph, named(strategy, graph, ranks=4, batch=batch))
+    made = lower_plan(graph, named(strategy, graph, ranks=4, batch=batch))
     found = predict(made, Prices(cluster=cluster_named("abci", devices=4)), optimizer="adamw")
     peaks = [[list(peak.ranks), peak.bytes, peak.action, peak.op, dict(peak.parts)] for peak in found.memory.peaks]
     events = [[event.rank, event.action, event.start, event.end] for event in found.estimate.timeline.events]

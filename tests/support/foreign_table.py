@@ -16,7 +16,7 @@ from fourfold.errors import Infeasible
 from fourfold.plans import Program, lower
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import Verdict, verify
-from fourfold.workload.workload import Subject, subject
+from fourfold.workload.workload import Workload, load_workload
 from ranks import close_pools, pool
 
 PAGE = Path(__file__).parents[2] / "docs" / "foreign-models.md"
@@ -73,15 +73,15 @@ def own_share(program: Program, strategy: str) -> float:
 
 
 @cache
-def foreign(text: str) -> Subject:
+def foreign(text: str) -> Workload:
     torch.set_num_threads(1)
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    return subject(f"{Path(__file__).parent / 'foreign.py'}:{text}")
+    return load_workload(f"{Path(__file__).parent / 'foreign.py'}:{text}")
 
 
 @cache
 def reference(text: str) -> Reference:
-    return Reference(subject=foreign(text))
+    return Reference(workload=foreign(text))
 
 
 @cache

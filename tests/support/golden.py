@@ -25,8 +25,8 @@ from fourfold.graph.capture import capture
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Task, search
-from fourfold.plans import Options, Plan, named, pipeline
+from fourfold.planner import SearchTask, search
+from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.workload.model_text import build
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -125,7 +125,7 @@ def predicted(name: str) -> dict[str, Any]:
     graph = as_computed(graph_of(model), precision, cluster.device(0).kind)
     try:
         plan = plan_of(graph, strategy, int(devices), MODELS[model])
-        found = predict(pipeline(graph, plan), Prices(cluster=cluster, precision=precision), optimizer=optimizer)
+        found = predict(lower_plan(graph, plan), Prices(cluster=cluster, precision=precision), optimizer=optimizer)
     except (Infeasible, InvalidInput) as error:
         return {"refused": str(error)[:60]}
     timed = found.estimate
@@ -140,7 +140,7 @@ def searched(number: int) -> dict[str, Any]:
     """What a search finds: the best plan, and the steps of the next ones."""
     model, where, devices, batch = SEARCHES[number]
     setting = Setting(prices=Prices(cluster=cluster_of(where, devices)), optimizer="momentum")
-    found = search(Task(graph=graph_of(model), batch=batch, setting=setting))
+    found = search(SearchTask(graph=graph_of(model), batch=batch, setting=setting))
     assert found.best is not None
     best = found.best.plan
     text = f"{best.strategy} on {best.mesh}, {len(best.stages)} stages, {best.microbatches} micro-batches, zero {best.zero}"

@@ -35,7 +35,7 @@ from fourfold.files import json_text
 from fourfold.graph import Graph
 from fourfold.graph.graph_file import graph_data, graph_from
 from fourfold.oracle.predict import predict
-from fourfold.plans import Options, Plan, named, pipeline
+from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.plan_file import plan_data, read_plan
 from fourfold.report.clusters import cluster_record
 from fourfold.report.page.page import assembled
@@ -321,7 +321,7 @@ def lowered(path: Path, graph: Graph) -> None:
     json_text(plan_data(plan))
     plan = replace(plan, graph=graph.hash)
     plan.check(graph)
-    program = pipeline(graph, plan)
+    program = lower_plan(graph, plan)
     for ranks in program.places:
         program.tasks(ranks[0])
 
@@ -428,7 +428,7 @@ def run(asked: argparse.Namespace, folder: Path) -> int:
     path, toml = folder / "mutant.json", folder / "mutant.toml"
     bases = clusters()
     first = graphs[MODELS[0]]
-    program = pipeline(first, named("data", first, ranks=2, batch=8))
+    program = lower_plan(first, named("data", first, ranks=2, batch=8))
 
     def plan(dice: random.Random, name: str) -> None:
         base = dice.choice(data["plans"])

@@ -295,16 +295,16 @@ def verified(row: Row, strategy: str = "data") -> Outcome:
     from fourfold.runs.capture_check import refuse_unfaithful
     from fourfold.runs.reference import Reference
     from fourfold.runs.verify import verify
-    from fourfold.workload.workload import subject
+    from fourfold.workload.workload import load_workload
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             seed_all()
-            seen = subject(f"odd_modules:case,row={row.name}")
+            seen = load_workload(f"odd_modules:case,row={row.name}")
             refuse_unfaithful(seen)
             plan = seen.plan(strategy, ranks=RANKS)
-            verdict = verify(seen, plan, pool(RANKS), reference=Reference(subject=seen, optimizer="momentum"))
+            verdict = verify(seen, plan, pool(RANKS), reference=Reference(workload=seen, optimizer="momentum"))
     except WorkerFailed as error:
         return Outcome(kind="CRASH", text=last_line(str(error)))
     except Error as error:

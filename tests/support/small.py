@@ -19,7 +19,7 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
 from fourfold.plans import Plan, Program, lower, named
 from fourfold.runs.compare import worst_error
-from fourfold.runs.comparison_run import Task, Trial, load_trial, run_task
+from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, load_result
 from fourfold.runs.train import Trainer
 from fourfold.runtime.host.launch import Ranks
 from ranks import pool
@@ -63,15 +63,17 @@ def planned(name: str, strategy: str, ranks: int) -> tuple[Plan, Program]:
 class Subject:
     """A model with its data on disk and what one rank made of it."""
 
-    task: Task
+    task: ComparisonRun
     start: dict[str, Tensor]
-    reference: Trial
+    reference: RunResult
 
-    def errors(self, plan: Plan, ranks: Ranks | None = None, run: Callable[[Task], Any] = run_task) -> dict[str, float]:
+    def errors(
+        self, plan: Plan, ranks: Ranks | None = None, run: Callable[[ComparisonRun], Any] = execute_run
+    ) -> dict[str, float]:
         """Run a plan on local ranks (by default the session's); the worst error of each kind against one rank, in float64."""
         result = str(Path(self.task.data).with_name("got.pt"))
         (ranks or pool(plan.size))(run, replace(self.task, plan=plan, result=result))
-        got = load_trial(result)
+        got = load_result(result)
         reference = self.reference
         losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, reference.losses, strict=True))
         return {
@@ -87,9 +89,9 @@ def subject(graph: Graph, start: dict[str, Tensor], inputs: list[Tensor], batch:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     data, result = f"{folder}/data.pt", f"{folder}/reference.pt"
     torch.save({"state": start, "inputs": inputs}, data)
-    task = Task(graph=graph, plan=named("data", graph, ranks=1, batch=batch), data=data, result=result, steps=2)
-    run_task(task)
-    return Subject(task=task, start=start, reference=load_trial(result))
+    task = ComparisonRun(graph=graph, plan=named("data", graph, ranks=1, batch=batch), data=data, result=result, steps=2)
+    execute_run(task)
+    return Subject(task=task, start=start, reference=load_result(result))
 
 
 @cache
@@ -104,7 +106,7 @@ def assert_equal(errors: dict[str, float]) -> None:
     assert all(error <= 1e-9 for error in errors.values()), errors
 
 
-def observed(task: Task, times: int = 1) -> list[int]:
+def observed(task: ComparisonRun, times: int = 1) -> list[int]:
     """This rank's peak in a training step, measured a few times."""
     trainer = Trainer(task, seed=0)
     return [trainer.afterwards().peak_bytes for _ in range(times)]

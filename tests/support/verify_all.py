@@ -23,7 +23,7 @@ from fourfold.plans import Options
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import verify
 from fourfold.runtime.host.launch import Ranks
-from fourfold.workload.workload import Subject, subject
+from fourfold.workload.workload import Workload, load_workload
 
 TABLE = Path(__file__).with_suffix(".json")
 EQUAL = "equal"
@@ -155,9 +155,9 @@ def parsed(strategy: str) -> tuple[str, Options]:
 
 
 @cache
-def prepared(model: str) -> tuple[Subject, Reference]:
-    seen = subject(model)
-    return seen, Reference(subject=seen)
+def prepared(model: str) -> tuple[Workload, Reference]:
+    seen = load_workload(model)
+    return seen, Reference(workload=seen)
 
 
 plainly: list[bool] = []  # of every float32 cell: within twice the distance of the one undisturbed run

@@ -16,8 +16,8 @@ from fourfold.cluster.cache import write_cached
 from fourfold.graph.graph_file import VERSION, graph_data, graph_from
 from fourfold.graph.spec import Constant, Device, Dtype, Graph, Op, Ref, Size, TensorSpec
 from fourfold.workload import graph_cache as module
-from fourfold.workload.graph_cache import keep_graph, kept_graph, sketch
-from fourfold.workload.workload import subject
+from fourfold.workload.graph_cache import keep_graph, kept_graph, model_graph
+from fourfold.workload.workload import load_workload
 from small import SMALL, graph_of
 
 MODEL = "vgg16-cifar,width=32,channels=4"
@@ -45,26 +45,26 @@ def test_a_second_look_loads_no_torch_and_says_the_same() -> None:
 
 
 def test_a_sketch_makes_the_plans_that_a_subject_makes() -> None:
-    whole = subject(MODEL, batch=6, data=False)
-    for known in (sketch(MODEL, batch=6), sketch(MODEL, batch=6)):
+    whole = load_workload(MODEL, batch=6, data=False)
+    for known in (model_graph(MODEL, batch=6), model_graph(MODEL, batch=6)):
         assert known.plan("data+filter", ranks=4) == whole.plan("data+filter", ranks=4)
         assert known.graph == whole.graph
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"version": 1, "hash": "", "graph": 3}'])
 def test_a_damaged_file_is_captured_anew(empty: Path, damage: bytes) -> None:
-    graph = sketch(MODEL).graph
+    graph = model_graph(MODEL).graph
     files = [*empty.iterdir(), *empty.with_name("sketches").iterdir()]
     assert len(files) == 2
     for file in files:
         file.write_bytes(damage)
-        assert sketch(MODEL).graph == graph
-        assert sketch(MODEL).graph == graph and file.read_bytes() != damage
+        assert model_graph(MODEL).graph == graph
+        assert model_graph(MODEL).graph == graph and file.read_bytes() != damage
     assert len([*empty.iterdir(), *empty.with_name("sketches").iterdir()]) == 2
 
 
 def test_a_graph_with_one_number_changed_counts_as_missing(empty: Path) -> None:
-    graph = sketch(MODEL).graph
+    graph = model_graph(MODEL).graph
     (file,) = empty.iterdir()
     data = json.loads(file.read_text())
     text = json.dumps(data["graph"]).replace("1e-05", "1e-06").replace("conv2d", "conv3d")
@@ -105,7 +105,7 @@ def test_a_file_of_the_user_s_is_read_each_time(empty: Path, tmp_path: Path) -> 
     file, shapes = tmp_path / "mine.py", []
     for width in (4, 15):  # of different lengths: Python tells its own compiled files apart by seconds and sizes
         file.write_text(CODE.format(width))
-        graph = sketch(f"{file}:net").graph
+        graph = model_graph(f"{file}:net").graph
         shapes.append(graph.values[graph.outputs[0]].shape[-1])
     assert shapes == [4, 15] and not empty.exists()
 

@@ -17,8 +17,8 @@ import torch
 
 from fourfold.calibrate.collectives import FULL, Effort, Found, Request, measured, rates, waited
 from fourfold.calibrate.kernels import Sample, Timing
-from fourfold.calibrate.machine_speed import felt, keep_pace, kept_pace, pace_now
-from fourfold.calibrate.robust_stats import apart, middle, strays
+from fourfold.calibrate.machine_speed import at_reference_speed, keep_pace, kept_pace, measure_speed
+from fourfold.calibrate.robust_stats import interquartile_mean, interquartile_range, strays
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, Waits, local
 from fourfold.cluster.local import usable_cores
 from fourfold.errors import InvalidInput
@@ -26,7 +26,7 @@ from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.prices.prices import KernelTime
 from fourfold.plans.layout.mesh import divisors
 from fourfold.runtime.comm.shared.memory import host_of_this_process
-from fourfold.runtime.rank_pool import Crew, is_leader
+from fourfold.runtime.rank_pool import RankPool, is_leader
 
 LOOPBACK = "loopback"
 LEAST = 1e-6  # seconds: what a collective costs at least
@@ -48,7 +48,7 @@ class Progress:
 
 
 def calibrated(
-    ranks: Crew, *, name: str = "calibrated", effort: Effort = FULL, kernels: Sequence[Sample] = ()
+    ranks: RankPool, *, name: str = "calibrated", effort: Effort = FULL, kernels: Sequence[Sample] = ()
 ) -> Iterator[Progress]:
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before. Kernels are
     gone through in the same rounds, so that every number is taken at moments that lie far apart."""
@@ -70,15 +70,15 @@ def calibrated(
             break
         of = max(of, done + 1 + len(again) + len(_parts(unsure)))
         yield progress("rates of one rank while all are busy")
-        so_far.next_round(ranks(pace_now)[0], ranks(rates))
+        so_far.next_round(ranks(measure_speed)[0], ranks(rates))
         done += 1
         for request, sizes in again:
             count, size = len(request.groups), len(request.groups[0])
             yield progress(f"{request.collective} in {count} x {size} ranks over {request.level}")
-            pace = ranks(pace_now)[0]
+            pace = ranks(measure_speed)[0]
             so_far.add(request, pace, ranks(measured, request, sizes)[request.groups[0][0]])
             if request.collective == WAITING and request.crowd > 1 and every:
-                so_far.add_waits(request, ranks(pace_now)[0], ranks(waited, request)[request.groups[0][0]])
+                so_far.add_waits(request, ranks(measure_speed)[0], ranks(waited, request)[request.groups[0][0]])
             done += 1
         for k, part in enumerate(_parts(unsure)):
             yield progress(f"kernel {k * AT_ONCE + 1} of {len(unsure)}")
@@ -164,14 +164,19 @@ class _SoFar:
 
     def _speed(self, request: Request, pace: float) -> float:
         """What makes a time of a moment one at the pace: cores carry exchanges within a host; a wire keeps its own pace."""
-        return (self.pace / pace) ** (felt() if request.level == LOOPBACK else 0.0)
+        return (self.pace / pace) ** (at_reference_speed() if request.level == LOOPBACK else 0.0)
 
     def _waits(self, request: Request) -> Waits:
         rounds = [
-            [(busy * (self.pace / pace) ** felt(1.0), seconds * self._speed(request, pace)) for busy, seconds in found]
+            [
+                (busy * (self.pace / pace) ** at_reference_speed(1.0), seconds * self._speed(request, pace))
+                for busy, seconds in found
+            ]
             for pace, found in self.stretches[request]
         ]
-        computing, seconds = zip(*(map(middle, zip(*points, strict=True)) for points in zip(*rounds, strict=True)), strict=True)
+        computing, seconds = zip(
+            *(map(interquartile_mean, zip(*points, strict=True)) for points in zip(*rounds, strict=True)), strict=True
+        )
         return Waits(
             level=request.level,
             ranks=len(request.groups[0]),
@@ -183,7 +188,7 @@ class _SoFar:
 
     def _curve(self, request: Request) -> Curve:
         told = self._told(request)
-        points = [(max(middle(times), LEAST), apart(times)) for times in told.values()]
+        points = [(max(interquartile_mean(times), LEAST), interquartile_range(times)) for times in told.values()]
         counts = [len(times) for times in told.values()]
         rounds = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
         return Curve(
@@ -201,7 +206,8 @@ class _SoFar:
 def _at(fact: Mapping[str, float], longer: float) -> dict[str, float]:
     """Rates at a pace that takes longer by a factor; of them `launch` alone is a time, `rate` alone that of arithmetic."""
     return {
-        name: value * longer ** (felt() if name == "launch" else -felt(float(name == "rate"))) for name, value in fact.items()
+        name: value * longer ** (at_reference_speed() if name == "launch" else -at_reference_speed(float(name == "rate")))
+        for name, value in fact.items()
     }
 
 
@@ -244,8 +250,10 @@ def _described(hosts: list[str], name: str) -> Cluster:
         return replace(base, name=name)
     counts = sorted({hosts.count(host) for host in nodes})
     if len(counts) > 1 or hosts != sorted(hosts, key=nodes.index):
-        raise InvalidInput(f"{len(nodes)} hosts with {' and '.join(map(str, counts))} ranks, not equally many one after the "
-                           "other; start as many on each")  # fmt: skip
+        raise InvalidInput(
+            f"{len(nodes)} hosts with {' and '.join(map(str, counts))} ranks, not equally many one after the "
+            "other; start as many on each"
+        )
     run = Nodes(count=len(nodes), device="cpu", devices=counts[0], sources=Sources(whole="found by calibration"))
     network = Link(name="network", latency=1e-4, bandwidth=1e8, sources=Sources(whole="assumed, not calibrated"))
     return replace(base, name=name, nodes=(run,), links=(*base.links, network))
@@ -266,12 +274,12 @@ def _rounded(number: float) -> float:
 
 def _device_facts(facts: list[dict[str, float]], cores: int, ranks: int) -> dict[str, Any]:
     """The device's fields from what its ranks reached; a shared processor's are those of all its cores."""
-    middle = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
-    rate, crowd = middle["rate"] * cores, max(1.0, ranks / max(cores, 1))
+    interquartile_mean = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
+    rate, crowd = interquartile_mean["rate"] * cores, max(1.0, ranks / max(cores, 1))
     return {
         "rates": (("fp64", crowd * rate / 2), ("fp32", crowd * rate), ("bf16", crowd * rate)),
-        "bandwidth": crowd * middle["bandwidth"] * cores,
-        "launch": middle["launch"] / crowd,
-        "updates": tuple((name, crowd * middle[f"update_{name}"]) for name in OPTIMIZERS),
+        "bandwidth": crowd * interquartile_mean["bandwidth"] * cores,
+        "launch": interquartile_mean["launch"] / crowd,
+        "updates": tuple((name, crowd * interquartile_mean[f"update_{name}"]) for name in OPTIMIZERS),
         "sources": Sources(whole="calibration, all ranks busy", single=(("rate_fp64", "half of fp32"),)),
     }

@@ -30,12 +30,12 @@ from fourfold.plans.lists.paths import Paths
 from fourfold.plans.lowering.program import Move
 from fourfold.plans.spec.policy import DEFAULT
 from fourfold.runtime.comm import gloo_p2p
-from fourfold.runtime.comm.shared.memory import Board
+from fourfold.runtime.comm.shared.memory import SharedRows
 from fourfold.runtime.comm.shared.sums import SharedSum
 from fourfold.runtime.comm.world import World, running_placement
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.zero.weight_transport import Gathered
-from fourfold.runtime.zero.zero3_shared import Shared
+from fourfold.runtime.zero.zero3_shared import SharedTransport
 
 T = TypeVar("T")
 
@@ -278,7 +278,7 @@ def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
 
 def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:
     if kind == "shared_gather":
-        board = _if_room(lambda: Board.open(group, 60.0, DEFAULT.small_bytes))
+        board = _if_room(lambda: SharedRows.open(group, 60.0, DEFAULT.small_bytes))
         return lambda size: None if board is None else lambda: board.gather(torch.zeros(max(size // 4, 1)))
     if kind in OWN:
         return lambda size: _divided(kind, world, -(-size // 4))
@@ -308,7 +308,7 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
     weights = [Gathered(move, (numel,), shards[move.value]) for move in moves]
     ring = min(RING_BYTES, 2 * PLACES * gradient_bytes(exchange.adjoint.steps[0], 4))
-    carrier = _if_room(lambda: Shared(weights, shards, world, ring))
+    carrier = _if_room(lambda: SharedTransport(weights, shards, world, ring))
     if carrier is None:
         return None
     gradients = [torch.zeros(numel) for _ in weights]

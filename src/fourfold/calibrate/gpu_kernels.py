@@ -146,8 +146,13 @@ def sum_seconds(kernel: Kernel, device: torch.device) -> DeviceTime:
     count = max(1, min(CHAINED, int(CHAINED_BYTES / max(kernel.moved, 1.0))))
     found = [queued(lambda _: [torch.add(one, other) for _ in range(count)]) for _ in range(SERIES)]
     seconds = [device / count for device, _ in found]
-    return DeviceTime(forward=statistics.median(seconds), backward=0.0, forward_host=min(host / count for _, host in found),
-                      backward_host=0.0, spread=_spread(seconds))  # fmt: skip
+    return DeviceTime(
+        forward=statistics.median(seconds),
+        backward=0.0,
+        forward_host=min(host / count for _, host in found),
+        backward_host=0.0,
+        spread=_spread(seconds),
+    )
 
 
 def _spread(seconds: Sequence[float]) -> float:

@@ -25,19 +25,19 @@ from torch import Tensor
 
 from fourfold.calibrate.collectives import FULL
 from fourfold.calibrate.kernel_table import rounded
-from fourfold.calibrate.machine_speed import Pace, by_host, felt, with_a_core_each
-from fourfold.calibrate.robust_stats import KNOWN, apart, middle, strays
+from fourfold.calibrate.machine_speed import MachineSpeed, at_reference_speed, by_host, with_a_core_each
+from fourfold.calibrate.robust_stats import KNOWN, interquartile_mean, interquartile_range, strays
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.prices.kernels import Kernel, kernel_of
 from fourfold.oracle.prices.prices import KernelTime
 from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lists.lowered_plan import Pipeline
-from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.rank_classes import rank_classes
 from fourfold.plans.lowering.program import Compute, inside
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels import Local, Randomness, build
-from fourfold.runtime.rank_pool import Crew
+from fourfold.runtime.rank_pool import RankPool
 
 REPEATS = 5
 LEAST_REPEATS = 2
@@ -75,7 +75,7 @@ class Sample:
     member: int
 
 
-def samples_of(plans: Iterable[Pipeline], dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
+def samples_of(plans: Iterable[LoweredPlan], dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
     """The distinct kernels of lowered plans that no table has, by key."""
     out: dict[str, Sample] = {}
     for lowered in plans:
@@ -83,14 +83,14 @@ def samples_of(plans: Iterable[Pipeline], dtypes: Mapping[str, str], known: Iter
     return out
 
 
-def samples(pipeline: Pipeline, dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
+def samples(lowered: LoweredPlan, dtypes: Mapping[str, str], known: Iterable[str] = ()) -> dict[str, Sample]:
     """The distinct kernels of a lowered plan that no table has, by key."""
     out: dict[str, Sample] = {}
-    gradients = dict.fromkeys(pipeline.cut.live, True)
+    gradients = dict.fromkeys(lowered.cut.live, True)
     seen = set(known)
-    for part in pipeline.parts:
+    for part in lowered.parts:
         for program in part.programs.values():
-            members = [some[0] for some in alike(program.mesh, [program])]
+            members = [some[0] for some in rank_classes(program.mesh, [program])]
             for step in (s for outer in program.steps for s in inside(outer) if isinstance(s, Compute)):
                 for member in members:
                     kernel = kernel_of(step, program.graph, program.mesh.coords(member), gradients, dtypes)
@@ -127,10 +127,10 @@ class Timing:
 
     def __init__(self, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype]) -> None:
         self.wanted, self.dtypes = list(wanted), dtypes
-        self._powers = {sample.kernel.key: felt(arithmetic(sample.kernel)) for sample in self.wanted}
+        self._powers = {sample.kernel.key: at_reference_speed(arithmetic(sample.kernel)) for sample in self.wanted}
         self._found: list[Found] = []
 
-    def take(self, ranks: Crew, some: Sequence[Sample], *, alone: bool) -> None:
+    def take(self, ranks: RankPool, some: Sequence[Sample], *, alone: bool) -> None:
         """Time some of them once more: in a crowd, and alone too."""
         self._found += ranks(looked_at, some, self.dtypes, alone)[0]
 
@@ -156,7 +156,7 @@ class Timing:
 
 
 def timed(
-    ranks: Crew, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds, pace: float
+    ranks: RankPool, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds, pace: float
 ) -> dict[str, KernelTime]:
     """The times of kernels on the machine the ranks run on, told at a pace of it."""
     timing = Timing(wanted, dtypes)
@@ -173,7 +173,7 @@ def looked_at(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone
     own = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     hosts = by_host()
     crowd, group = with_a_core_each(hosts)
-    me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], Pace()
+    me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], MachineSpeed()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
     busy = max(map(len, hosts)) > 1
@@ -238,7 +238,7 @@ class _Told:
     def strays(self) -> bool:
         """Whether the time in a crowd is not known yet. Few long kernels are most of a step, so they must be known better."""
         both = [times.both for times in self.crowded]
-        return strays(both, KNOWN if middle(both) < LONG else KNOWN_LONG)
+        return strays(both, KNOWN if interquartile_mean(both) < LONG else KNOWN_LONG)
 
     def joined(self) -> KernelTime:
         one, many = _middle(self.single, "both"), _middle(self.crowded, "both")
@@ -246,12 +246,12 @@ class _Told:
             forward=rounded(_middle(self.single, "forward")),
             backward=rounded(_middle(self.single, "backward")),
             busy=rounded(max(many / one, 1.0)) if one else 1.0,
-            spread=rounded(apart(times.both for times in self.crowded) / many) if many else 0.0,
+            spread=rounded(interquartile_range(times.both for times in self.crowded) / many) if many else 0.0,
         )
 
 
 def _middle(found: Sequence[_Times], which: str) -> float:
-    return middle((getattr(times, which) for times in found), (times.weight for times in found))
+    return interquartile_mean((getattr(times, which) for times in found), (times.weight for times in found))
 
 
 def _links(kernel: Kernel) -> int:
@@ -317,9 +317,7 @@ class _Run:
         self.others[0].fill_(1.0)
         self.others[1].sum()
 
-    def series(
-        self, repeats: int, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter
-    ) -> _Times:
+    def series(self, repeats: int, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter) -> _Times:
         """Means of several runs."""
         kept = sorted((self.once(together, clock) for _ in range(repeats)), key=sum)[: repeats - DROPPED]
         return _Times(statistics.mean(f for f, _ in kept), statistics.mean(b for _, b in kept))

@@ -27,7 +27,7 @@ LOOKS = 10  # at the pace, each time a calibration asks
 LEAST_FELT, MOST_FELT = 0.4, 0.9  # powers of the pace: of times without arithmetic, and of arithmetic alone
 
 
-class Pace:
+class MachineSpeed:
     """The work: about ten milliseconds of one core."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Pace:
         return time.perf_counter() - begun
 
 
-def felt(arithmetic: float = 0.0) -> float:
+def at_reference_speed(arithmetic: float = 0.0) -> float:
     """The power of the pace by which a time changes, given the share of arithmetic in it."""
     return LEAST_FELT + (MOST_FELT - LEAST_FELT) * arithmetic
 
@@ -88,12 +88,12 @@ def with_a_core_each(hosts: list[list[int]]) -> tuple[list[list[int]], Any]:
     return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
 
 
-def pace_now() -> float:
+def measure_speed() -> float:
     """The pace of this rank's host, 0 on ranks that have no core of their own; all ranks must call."""
     crowd, group = with_a_core_each(by_host())
     times = []
     if any(dist.get_rank() in ranks for ranks in crowd):
-        work = Pace()
+        work = MachineSpeed()
         for _ in range(1 + LOOKS):
             dist.barrier(group)
             times.append(work())

@@ -14,12 +14,12 @@ from fourfold.errors import Damaged, InvalidInput
 from fourfold.graph.spec import computed_as
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices
-from fourfold.plans.lists.lowered_plan import Pipeline, pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan, lower_plan
 from fourfold.runtime.comm.shared.memory import host_of_this_process
 from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.host.launch import Ranks
-from fourfold.runtime.rank_pool import Joined, is_leader, share
-from fourfold.workload.workload import subject
+from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, share
+from fourfold.workload.workload import load_workload
 
 ONCE = Rounds(1, 1)
 TWICE = Rounds(2, 2)  # for a search: plans that win by less than a kernel strays are as good as each other
@@ -35,15 +35,15 @@ def here(cluster: Cluster) -> Cluster:
     return replace(cluster, measured=replace(cluster.measured, kernels=name))
 
 
-def kernels_of(models: Iterable[str], ranks: Ranks | Joined, *, batch: int | None = None) -> list[Sample]:
+def kernels_of(models: Iterable[str], ranks: Ranks | TorchrunRanks, *, batch: int | None = None) -> list[Sample]:
     """The kernels of MODELs, divided by data over the ranks."""
-    seen = [subject(text, batch=batch, data=False) for text in models]
-    plans = [pipeline(one.graph, one.plan("data", ranks=ranks.count)) for one in seen]
+    seen = [load_workload(text, batch=batch, data=False) for text in models]
+    plans = [lower_plan(one.graph, one.plan("data", ranks=ranks.count)) for one in seen]
     return list(samples_of(plans, DTYPES["fp32"]).values())
 
 
-def foretold(
-    lowered: Pipeline, ranks: Ranks | Joined, *, cluster: Cluster | None, precision: Precision, optimizer: str
+def predict_on_ranks(
+    lowered: LoweredPlan, ranks: Ranks | TorchrunRanks, *, cluster: Cluster | None, precision: Precision, optimizer: str
 ) -> Prediction | None:
     """A plan's step before the ranks run it; kernels that no table has are timed first, once each. None where nothing is known
     of how the ranks are joined: several hosts and no cluster given."""
@@ -74,7 +74,7 @@ def check_here(cluster: Cluster, hosts: int) -> None:
         raise InvalidInput(f"{found}; give the file that `fourfold calibrate` wrote here")
 
 
-def timing(cluster: Cluster, ranks: Ranks | Joined, precision: Precision) -> Callable[[Iterable[Pipeline]], Prices]:
+def timing(cluster: Cluster, ranks: Ranks | TorchrunRanks, precision: Precision) -> Callable[[Iterable[LoweredPlan]], Prices]:
     """For the planner: times the kernels of plans on the ranks, which must be those of the cluster."""
     check_here(cluster, len(set(ranks(host_of_this_process))))
     if precision not in DTYPES:
@@ -83,9 +83,9 @@ def timing(cluster: Cluster, ranks: Ranks | Joined, precision: Precision) -> Cal
 
 
 def measured_prices(
-    plans: Iterable[Pipeline],
+    plans: Iterable[LoweredPlan],
     cluster: Cluster,
-    ranks: Ranks | Joined,
+    ranks: Ranks | TorchrunRanks,
     *,
     precision: Precision = "fp32",
     rounds: Rounds = ROUNDS,

@@ -10,7 +10,7 @@ from itertools import repeat
 KNOWN = 0.03  # relative error of a time beyond which it is taken again
 
 
-def middle(times: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> float:
+def interquartile_mean(times: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> float:
     """The mean of the middle half."""
     ordered = sorted(zip(times, weights, strict=False))
     whole = sum(weight for _, weight in ordered)
@@ -21,7 +21,7 @@ def middle(times: Iterable[float], weights: Iterable[float] = repeat(1.0)) -> fl
     return total / (0.5 * whole)
 
 
-def apart(times: Iterable[float]) -> float:
+def interquartile_range(times: Iterable[float]) -> float:
     """The distance of the quartiles."""
     ordered = sorted(times)
     quarter = len(ordered) // 4
@@ -30,4 +30,4 @@ def apart(times: Iterable[float]) -> float:
 
 def strays(times: Sequence[float], known: float = KNOWN) -> bool:
     """Whether the middle is not known yet; the quartiles of few times lie about one deviation apart."""
-    return apart(times) > known * math.sqrt(len(times)) * middle(times)
+    return interquartile_range(times) > known * math.sqrt(len(times)) * interquartile_mean(times)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fourfold.cli.calibrate import calibrate
-from fourfold.cli.console import Voice
+from fourfold.cli.console import Console
 from fourfold.cli.explain import explain
 from fourfold.cli.options import (
     Batch,
@@ -28,9 +28,9 @@ from fourfold.cli.options import (
     Strategy,
     Trace,
     Zero,
-    asked,
-    chosen,
+    load_chosen_plan,
     one_of,
+    options_from_args,
 )
 from fourfold.cli.output import check_place, write_record, write_timelines
 from fourfold.cli.plan import plan
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from fourfold.oracle.predict import Prediction
     from fourfold.plans import Options, Plan
     from fourfold.runtime.host.launch import Ranks
-    from fourfold.runtime.rank_pool import Joined
-    from fourfold.workload.workload import Subject
+    from fourfold.runtime.rank_pool import TorchrunRanks
+    from fourfold.workload.workload import Workload
 
 EXAMPLES = {
     "inspect": "fourfold inspect resnet50,image=64 --batch 32",
@@ -76,7 +76,7 @@ app = typer.Typer(
 @app.command()
 def models(as_json: Json = False) -> None:
     """The built-in models and their arguments."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.working("loading"):
         import inspect as signatures
 
@@ -101,7 +101,7 @@ def clusters(
     as_json: Json = False,
 ) -> None:
     """The built-in clusters, or every number of one with its source."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.working("loading"):
         from fourfold.cluster import LOCAL, cluster_named, preset_names
         from fourfold.report.clusters import cluster_record, cluster_text, clusters_text
@@ -122,14 +122,14 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Ops, parameters, FLOPs, activations, and how far each split can go."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.working(f"capturing {model}"):
         from fourfold.report.record import survey_record
         from fourfold.report.survey import survey
         from fourfold.report.text import survey_text
-        from fourfold.workload.workload import subject
+        from fourfold.workload.workload import load_workload
 
-        seen = subject(model, batch=batch, data=False)
+        seen = load_workload(model, batch=batch, data=False)
         found = survey(seen.graph, seen.batch, depth=depth)
     voice.answer(survey_record(found, model=model), lambda: survey_text(found, model=model))
 
@@ -163,30 +163,28 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Whether a plan gives the numbers of one process: exit code 1 if not."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.working(f"capturing {model}") as say:
         from fourfold.report.record import verify_record
         from fourfold.report.text import verdict_text
         from fourfold.runs.reference import Reference
         from fourfold.runs.verify import check_request
         from fourfold.runs.verify import verify as compare
-        from fourfold.runtime.rank_pool import crew
+        from fourfold.runtime.rank_pool import rank_pool
 
-        options = asked(stages, microbatches, schedule, recompute, zero)
-        loaded = chosen(plan_file, strategy, batch, options)
+        options = options_from_args(stages, microbatches, schedule, recompute, zero)
+        loaded = load_chosen_plan(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
         check_place(record_file)
-        with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
+        with rank_pool(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
             _check_capture(team, seen, voice, say, noted=False)
             said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
-            reference = Reference(subject=seen, optimizer=optimizer, steps=steps)
+            reference = Reference(workload=seen, optimizer=optimizer, steps=steps)
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
     if verdict is None:
         return 0
-    record = verify_record(
-        verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=said
-    )
+    record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=said)
     write_record(record, record_file)
     voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=said))
     return 0 if verdict.equal else 1
@@ -217,20 +215,20 @@ def train(
     as_json: Json = False,
 ) -> int:
     """Train under a plan, on made-up data or a set of examples: exit code 1 if the loss becomes NaN or infinite."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.working(f"capturing {model}") as say:
         from fourfold.report.record import train_record
         from fourfold.report.text import history_text, step_text
         from fourfold.runs.train import train as run
         from fourfold.runs.verify import check_request
-        from fourfold.runtime.rank_pool import crew
+        from fourfold.runtime.rank_pool import rank_pool
 
-        options = asked(stages, microbatches, schedule, recompute, zero)
-        loaded = chosen(plan_file, strategy, batch, options)
+        options = options_from_args(stages, microbatches, schedule, recompute, zero)
+        loaded = load_chosen_plan(plan_file, strategy, batch, options)
         check_request(precision=precision, optimizer=optimizer, steps=steps)
         check_place(trace)
         check_place(record_file)
-        with crew(ranks if loaded is None or ranks is not None else loaded.size) as team:
+        with rank_pool(ranks if loaded is None or ranks is not None else loaded.size) as team:
             seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
             _check_capture(team, seen, voice, say)
             said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
@@ -240,12 +238,20 @@ def train(
                 say(f"step {step} of {steps}")
                 voice.line(step_text(step, steps, loss, seconds))
 
-            history = run(seen, made, team, steps=steps, precision=precision, optimizer=optimizer, seed=seed, data=data,
-                          allow_nan=allow_nan, told=told)  # fmt: skip
+            history = run(
+                seen,
+                made,
+                team,
+                steps=steps,
+                precision=precision,
+                optimizer=optimizer,
+                seed=seed,
+                data=data,
+                allow_nan=allow_nan,
+                told=told,
+            )
     file = write_timelines(said, history.timeline, made, trace) if trace is not None else None
-    record = train_record(
-        history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file
-    )
+    record = train_record(history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file)
     write_record(record, record_file)
     voice.answer(record, lambda: history_text(history, said))
     if history.bad_step is None or allow_nan:
@@ -255,7 +261,7 @@ def train(
 
 
 def _check_capture(
-    team: Ranks | Joined, seen: Subject, voice: Voice, say: Callable[[str], None], *, noted: bool = True
+    team: Ranks | TorchrunRanks, seen: Workload, voice: Console, say: Callable[[str], None], *, noted: bool = True
 ) -> None:
     """Two steps of the captured graph against eager PyTorch, on one process for all. `noted`: say so where it was not done."""
     from fourfold.runs.capture_check import refuse_together
@@ -268,23 +274,29 @@ def _check_capture(
 
 
 def _foretold(
-    voice: Voice, team: Ranks | Joined, seen: Subject, made: Plan, cluster: str | None, precision: str, optimizer: str,
+    voice: Console,
+    team: Ranks | TorchrunRanks,
+    seen: Workload,
+    made: Plan,
+    cluster: str | None,
+    precision: str,
+    optimizer: str,
     say: Callable[[str], None],
-) -> Prediction | None:  # fmt: skip
+) -> Prediction | None:
     """What the step will take, said before it is run."""
-    from fourfold.calibrate.measured_prices import foretold
+    from fourfold.calibrate.measured_prices import predict_on_ranks
     from fourfold.cluster import PRECISIONS, cluster_named
-    from fourfold.plans import pipeline
+    from fourfold.plans import lower_plan
     from fourfold.plans.lists.lowered_plan import check_runnable
     from fourfold.runtime.comm.world import here
 
-    lowered = pipeline(seen.graph, made)
+    lowered = lower_plan(seen.graph, made)
     check_runnable(made)
     where = cluster_named(cluster, devices=team.count) if cluster is not None else None
     say("timing kernels")
     exact = one_of("precision", precision, PRECISIONS)
     try:
-        found = foretold(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
+        found = predict_on_ranks(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
     except Damaged as error:  # this machine's own calibration, which only the prediction needs
         voice.note(f"no prediction is made: {error}")
         return None
@@ -295,18 +307,24 @@ def _foretold(
 
 
 def _prepared(
-    team: Ranks | Joined, model: str, loaded: Plan | None, strategy: str | None, options: Options, batch: int | None, seed: int,
-    voice: Voice,
-) -> tuple[Subject, Plan]:  # fmt: skip
+    team: Ranks | TorchrunRanks,
+    model: str,
+    loaded: Plan | None,
+    strategy: str | None,
+    options: Options,
+    batch: int | None,
+    seed: int,
+    voice: Console,
+) -> tuple[Workload, Plan]:
     """The model on this process and the plan to run it by; under torchrun the first rank captures for all."""
     from fourfold.runs.parallel import IN_EVAL_MODE
     from fourfold.runtime.rank_pool import check_count, is_leader, share
-    from fourfold.workload.workload import subject
+    from fourfold.workload.workload import load_workload
 
     size = loaded.batch if loaded is not None else batch
-    own = subject(model, batch=size, seed=seed) if is_leader() else None
+    own = load_workload(model, batch=size, seed=seed) if is_leader() else None
     graph = share(team, lambda: own.graph if own is not None else None)
-    seen = own or subject(model, batch=size, seed=seed, graph=graph)
+    seen = own or load_workload(model, batch=size, seed=seed, graph=graph)
     made = loaded if loaded is not None else seen.plan(str(strategy), ranks=team.count, options=options)
     if not seen.case.module.training:
         voice.note(IN_EVAL_MODE.format(type(seen.case.module).__name__))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.console import Voice
+from fourfold.cli.console import Console
 from fourfold.cli.options import Batch, Json, RankCount
 from fourfold.errors import InvalidInput
 
@@ -29,7 +29,7 @@ def calibrate(
 
     Without -o the result is what `local` means from then on with so many ranks. Interrupted, what was measured is kept.
     """
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.counting("starting the ranks") as told:
         from fourfold.calibrate.calibration import calibrated
         from fourfold.calibrate.collectives import FULL
@@ -39,11 +39,11 @@ def calibrate(
         from fourfold.cluster.cache import calibration_file
         from fourfold.cluster.local import usable_cores
         from fourfold.report.calibration import calibration_record, calibration_text
-        from fourfold.runtime.rank_pool import crew, is_leader, under_torchrun
+        from fourfold.runtime.rank_pool import is_leader, rank_pool, under_torchrun
 
         if output is None and under_torchrun():
             raise InvalidInput("a cluster measured under torchrun needs a file; give -o FILE.toml")
-        with crew(ranks if ranks is not None or under_torchrun() else usable_cores()) as team:
+        with rank_pool(ranks if ranks is not None or under_torchrun() else usable_cores()) as team:
             if team.count == 1:
                 raise InvalidInput("--ranks 1 has nothing to exchange; calibrate with 2 or more")
             path = output or calibration_file(team.count)

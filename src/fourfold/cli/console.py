@@ -39,7 +39,7 @@ def _flush() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Voice:
+class Console:
     """The output of one command."""
 
     json: bool

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.console import Voice
-from fourfold.cli.options import Cluster, Json, Planned, priced, setting, settle
+from fourfold.cli.console import Console
+from fourfold.cli.options import Cluster, Json, Planned, freeze_gc, priced, setting
 from fourfold.errors import InvalidInput
 
 FILE = "A plan file, as `fourfold plan -o` writes it."
@@ -24,21 +24,21 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Why this plan: against what it was chosen, layer by layer, what limits it, and what would change it."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.working(f"reading {file}") as say:
-        from fourfold.planner import Task, search
+        from fourfold.planner import SearchTask, search
         from fourfold.planner.explain import explained
         from fourfold.planner.search import replayed
         from fourfold.plans.spec.plan_file import read_plan
         from fourfold.report.explain import explanation_record, explanation_text
-        from fourfold.workload.graph_cache import workload
+        from fourfold.workload.graph_cache import graph_of_plan
 
         plan, made_for = read_plan(file)
         made = judged_for(file, made_for, cluster, precision, optimizer)
-        graph, name = workload(file, plan, model)
+        graph, name = graph_of_plan(file, plan, model)
         asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
-        settle()
-        task = Task(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
+        freeze_gc()
+        task = SearchTask(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
         told = explained(search(task, say), replayed(task, plan), say)
     voice.answer(explanation_record(told, model=name), lambda: explanation_text(told, model=name))
 

@@ -55,7 +55,7 @@ Record = Annotated[Path | None, typer.Option("--record", help="Write what --json
 Predict = Annotated[bool, typer.Option("--predict/--no-predict", help="Say beforehand how long a step will take.")]
 
 
-def asked(
+def options_from_args(
     stages: int | None, microbatches: int | None, schedule: str | None, recompute: int | None, zero: int | None
 ) -> Options:
     """What was asked of a strategy; refuses at once what no model could satisfy."""
@@ -64,7 +64,7 @@ def asked(
     return Options(stages=stages, microbatches=microbatches, schedule=schedule, recompute=recompute, zero=zero)
 
 
-def chosen(file: Path | None, strategy: str | None, batch: int | None, options: Options) -> Plan | None:
+def load_chosen_plan(file: Path | None, strategy: str | None, batch: int | None, options: Options) -> Plan | None:
     """The plan of a file, or None where a strategy is named; never both."""
     from fourfold.plans import load_plan
     from fourfold.plans.strategies.named import parse
@@ -96,7 +96,7 @@ def _check_unsaid(file: Path, plan: Plan, options: Options) -> None:
             raise InvalidInput(f"plan {file} says {words}, --{name} is {value}; leave --{name} out or plan again")
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """Once torch is loaded and a graph captured, these stay: the collector need not look through them with every plan, which
     took a third of an estimate on a thousand devices."""
     gc.collect()

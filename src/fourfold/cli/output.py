@@ -13,7 +13,7 @@ from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
-    from fourfold.oracle.cost_summary import Figures, Setting
+    from fourfold.oracle.cost_summary import CostSummary, Setting
     from fourfold.oracle.predict import Prediction
     from fourfold.plans import Plan
 
@@ -67,7 +67,7 @@ def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan,
     return str(path)
 
 
-def write_trace(figures: Figures | None, path: Path | None) -> str | None:
+def write_trace(figures: CostSummary | None, path: Path | None) -> str | None:
     """Write the predicted timeline, where there is one; the file it went to."""
     from fourfold.report.trace import trace_record
 
@@ -78,9 +78,9 @@ def write_trace(figures: Figures | None, path: Path | None) -> str | None:
     return str(path)
 
 
-def draw_step(figures: Figures | None, path: Path | None, title: str) -> None:
+def draw_step(figures: CostSummary | None, path: Path | None, title: str) -> None:
     """Draw the predicted timeline, where there is one."""
-    from fourfold.report.figures import timeline_picture
+    from fourfold.report.pictures import timeline_picture
 
     if path is not None and figures is not None and figures.timeline is not None:
         timeline_picture(figures.timeline, path, title=title, places=figures.places)

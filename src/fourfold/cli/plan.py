@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.console import Voice
+from fourfold.cli.console import Console
 from fourfold.cli.options import (
     Batch,
     Cluster,
@@ -25,10 +25,10 @@ from fourfold.cli.options import (
     Strategy,
     Trace,
     Zero,
-    asked,
+    freeze_gc,
+    options_from_args,
     priced,
     setting,
-    settle,
 )
 from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
 from fourfold.cli.report import SECONDS, WhatIf
@@ -68,55 +68,70 @@ def plan(
 
     Exit code 1 if nothing fits. Without --cluster the costs are those on this machine.
     """
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     if strategy is None:
         wanted = (stages, microbatches, schedule, recompute, zero)
         if any(value is not None for value in wanted):
-            raise InvalidInput("--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
-                               "or leave them to the search")  # fmt: skip
+            raise InvalidInput(
+                "--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
+                "or leave them to the search"
+            )
         if cost_model != "fourfold":
-            raise InvalidInput(f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name "
-                               "a --strategy")  # fmt: skip
+            raise InvalidInput(
+                f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name a --strategy"
+            )
         from fourfold.cluster import LOCAL
 
         return Search(
-            model=model, devices=devices, cluster=cluster or LOCAL, batch=batch, precision=precision, optimizer=optimizer,
-            output=output, trace=trace, plot=plot, report=report, what_if=what_if, top=top, fix=tuple(fix or ()),
-            limit=time_limit, measure=measure,
-        ).run(voice)  # fmt: skip
+            model=model,
+            devices=devices,
+            cluster=cluster or LOCAL,
+            batch=batch,
+            precision=precision,
+            optimizer=optimizer,
+            output=output,
+            trace=trace,
+            plot=plot,
+            report=report,
+            what_if=what_if,
+            top=top,
+            fix=tuple(fix or ()),
+            limit=time_limit,
+            measure=measure,
+        ).run(voice)
     if fix or time_limit is not None or measure or report is not None:
         raise InvalidInput("--fix, --time-limit, --measure and --report are for the search; leave --strategy out")
     with voice.working(f"capturing {model}") as say:
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
         from fourfold.oracle.cost_summary import predicted
-        from fourfold.plans import named, pipeline
+        from fourfold.plans import lower_plan, named
         from fourfold.plans.spec.schedule import FUSED
         from fourfold.plans.strategies.named import parse
-        from fourfold.report.figures import check_picture
+        from fourfold.report.pictures import check_picture
         from fourfold.report.plans import Outlook, plan_record, plan_text
-        from fourfold.workload.graph_cache import sketch
+        from fourfold.workload.graph_cache import model_graph
 
         parse(strategy)
-        options = asked(stages, microbatches, schedule, recompute, zero)
+        options = options_from_args(stages, microbatches, schedule, recompute, zero)
         where = cluster or (LOCAL if suits(devices) else None)
         asked_for = setting(where, devices, precision, optimizer, cost_model) if where is not None else None
         check_place(output)
         check_trace(trace, asked_for)
         check_trace(plot, asked_for)
         check_picture(plot)
-        seen = sketch(model, batch=batch)
-        settle()
+        seen = model_graph(model, batch=batch)
+        freeze_gc()
         say(f"planning {strategy}")
         begun = time.perf_counter()
         made = seen.plan(strategy, ranks=devices, options=options)
-        program = pipeline(seen.graph, made)
+        program = lower_plan(seen.graph, made)
         outlook = None
         if asked_for is not None and made.schedule not in FUSED:
             graph = priced(seen.graph, asked_for)
             same = graph is seen.graph
             told = (
-                program if same else pipeline(graph, named(strategy, graph, ranks=devices, batch=seen.batch, options=options))
+                program if same else lower_plan(graph, named(strategy, graph, ranks=devices, batch=seen.batch, options=options))
             )
             outlook = Outlook(figures=predicted(told, asked_for), setting=asked_for)
         seconds = time.perf_counter() - begun

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fourfold.cli.console import Voice
+from fourfold.cli.console import Console
 from fourfold.cli.explain import FILE, judged_for
-from fourfold.cli.options import Cluster, Json, Planned, priced, setting, settle
+from fourfold.cli.options import Cluster, Json, Planned, freeze_gc, priced, setting
 from fourfold.cli.output import check_place
 from fourfold.errors import InvalidInput
 from fourfold.files import write_file
@@ -45,42 +45,48 @@ def report(
     as_json: Json = False,
 ) -> None:
     """A page about a plan: its rivals, layers, memory, one step in time, scaling, what-ifs, and runs beside predictions."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.counting(f"reading {file}") as told:
-        from fourfold.planner import Task, search
+        from fourfold.planner import SearchTask, search
         from fourfold.planner.search import replayed
         from fourfold.plans.spec.plan_file import read_plan
         from fourfold.report.runs import read_run
-        from fourfold.workload.graph_cache import workload
+        from fourfold.workload.graph_cache import graph_of_plan
 
         check_place(output)
         plan, made_for = read_plan(file)
         made = judged_for(file, made_for, cluster, precision, optimizer)
         measured = [read_run(path, of=plan) for path in runs or ()]
-        graph, name = workload(file, plan, model)
+        graph, name = graph_of_plan(file, plan, model)
         asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
-        settle()
-        task = Task(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
+        freeze_gc()
+        task = SearchTask(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
         ranking = search(task, lambda words: told(words, 0, 1))
         mine = replayed(task, plan)
-        write_page(output, ranking, model=name, cluster=made["cluster"], chosen=mine, runs=measured, limit=what_if,
-                   told=told)  # fmt: skip
+        write_page(output, ranking, model=name, cluster=made["cluster"], chosen=mine, runs=measured, limit=what_if, told=told)
     voice.answer({"model": name, "file": str(output)}, lambda: f"written to {output}")
 
 
 def write_page(
-    path: Path, ranking: Ranking, *, model: str, cluster: str, chosen: Candidate | None = None,
-    runs: Sequence[Run] = (), limit: float, told: Told,
-) -> None:  # fmt: skip
+    path: Path,
+    ranking: Ranking,
+    *,
+    model: str,
+    cluster: str,
+    chosen: Candidate | None = None,
+    runs: Sequence[Run] = (),
+    limit: float,
+    told: Told,
+) -> None:
     """Work out what the page shows besides the ranking, half of the time for each, and write it."""
-    from fourfold.planner.what_if import grid
+    from fourfold.planner.what_if import what_if_grid
     from fourfold.report.costs import assumed
     from fourfold.report.page.page import page
 
     if limit < 0:
         raise InvalidInput(f"--what-if {limit:g}; give it 0 seconds or more")
     sized = partial(_sized, cluster, assumed(ranking.task.cluster))
-    around = grid(ranking, sized, limit=limit / 2, say=told)
+    around = what_if_grid(ranking, sized, limit=limit / 2, say=told)
     rows = _scaling(ranking, sized, limit / 2, told)
     text = page(ranking, model=model, chosen=chosen, grid=around, scaling=rows, runs=runs)
     write_file(path, text)

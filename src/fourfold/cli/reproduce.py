@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.console import Voice
+from fourfold.cli.console import Console
 from fourfold.cli.options import Json, one_of
 from fourfold.cli.output import check_place
 from fourfold.files import json_text, write_file
@@ -24,7 +24,7 @@ def reproduce(
     as_json: Json = False,
 ) -> int:
     """Reruns a paper's experiment, beside the paper's figures. Exit code 1 if an expectation fails."""
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     with voice.counting(paper) as told:
         from fourfold.report.page.reproduction import reproduction_page, reproduction_text
         from fourfold.reproduce.study import Reproduction

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.cli.console import Voice
-from fourfold.cli.options import priced, setting, settle
+from fourfold.cli.console import Console
+from fourfold.cli.options import freeze_gc, priced, setting
 from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
 from fourfold.cli.report import write_page
 from fourfold.errors import InvalidInput
@@ -38,15 +38,15 @@ class Search:
     limit: float | None
     measure: bool
 
-    def run(self, voice: Voice) -> int:
+    def run(self, voice: Console) -> int:
         """Search, answer and write; the exit code."""
         with voice.working(f"capturing {self.model}") as say, ExitStack() as stack:
-            from fourfold.oracle.cost_summary import figures_of
-            from fourfold.planner import Task, search
-            from fourfold.report.figures import check_picture
+            from fourfold.oracle.cost_summary import summary_of
+            from fourfold.planner import SearchTask, search
+            from fourfold.report.pictures import check_picture
             from fourfold.report.ranking import ranking_record, ranking_text
             from fourfold.runtime.rank_pool import is_leader
-            from fourfold.workload.graph_cache import sketch
+            from fourfold.workload.graph_cache import model_graph
 
             asked_for = setting(self.cluster, self.devices, self.precision, self.optimizer, "fourfold")
             fixed = tuple(_fixed(text) for text in self.fix)
@@ -55,10 +55,10 @@ class Search:
             check_trace(self.trace, asked_for)
             check_place(self.plot)
             check_picture(self.plot)
-            seen = sketch(self.model, batch=self.batch)
-            settle()
+            seen = model_graph(self.model, batch=self.batch)
+            freeze_gc()
             say(f"starting {self.devices} ranks" if self.measure else "searching")
-            task = Task(
+            task = SearchTask(
                 graph=priced(seen.graph, asked_for),
                 batch=seen.batch,
                 setting=asked_for,
@@ -71,12 +71,18 @@ class Search:
             if self.output is not None and best is not None and is_leader():
                 made_for = {"cluster": self.cluster, "precision": self.precision, "optimizer": self.optimizer}
                 write_plan(seen.adopted(best.plan), seen.graph, self.output, made_for=made_for)
-            traced = write_trace(figures_of(best.prediction), self.trace) if best is not None else None
+            traced = write_trace(summary_of(best.prediction), self.trace) if best is not None else None
             if best is not None:
-                draw_step(figures_of(best.prediction), self.plot, f"{self.model} by {best.plan.strategy}")
+                draw_step(summary_of(best.prediction), self.plot, f"{self.model} by {best.plan.strategy}")
             if self.report is not None and is_leader():
-                write_page(self.report, found, model=self.model, cluster=self.cluster, limit=self.what_if,
-                           told=lambda words, *_: say(words))  # fmt: skip
+                write_page(
+                    self.report,
+                    found,
+                    model=self.model,
+                    cluster=self.cluster,
+                    limit=self.what_if,
+                    told=lambda words, *_: say(words),
+                )
         file = str(self.output) if self.output is not None and best is not None else None
         page = str(self.report) if self.report is not None else None
         record = {**ranking_record(found, model=self.model, top=self.top, file=file, trace=traced), "report": page}
@@ -89,9 +95,9 @@ class Search:
         if not self.measure:
             return None
         from fourfold.calibrate.measured_prices import timing
-        from fourfold.runtime.rank_pool import crew
+        from fourfold.runtime.rank_pool import rank_pool
 
-        team = crew(self.devices)
+        team = rank_pool(self.devices)
         stack.enter_context(team)
         return timing(asked_for.cluster, team, asked_for.prices.precision)
 

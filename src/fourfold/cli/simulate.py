@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fourfold.cli.console import Voice
+from fourfold.cli.console import Console
 from fourfold.cli.options import (
     CLUSTER,
     STRATEGY,
@@ -23,10 +23,10 @@ from fourfold.cli.options import (
     Stages,
     Trace,
     Zero,
-    asked,
+    freeze_gc,
+    options_from_args,
     priced,
     setting,
-    settle,
 )
 from fourfold.cli.output import check_place, check_trace, write_trace
 from fourfold.errors import InvalidInput
@@ -61,19 +61,19 @@ def simulate(
 
     The batch is that of all devices; with --weak, that of each.
     """
-    voice = Voice(json=as_json)
+    voice = Console(json=as_json)
     counts = _counts(devices)
     with voice.counting(f"capturing {model}") as told:
         from fourfold.oracle.cost_summary import strategies_of
         from fourfold.oracle.scaling import Study
         from fourfold.plans.strategies.named import parse
-        from fourfold.report.figures import check_picture, scaling_picture
+        from fourfold.report.pictures import check_picture, scaling_picture
         from fourfold.report.scaling import scaling_record, scaling_text
-        from fourfold.workload.graph_cache import sketch
+        from fourfold.workload.graph_cache import model_graph
 
         for name in strategy or ():
             parse(name)
-        options = asked(stages, microbatches, schedule, recompute, zero)
+        options = options_from_args(stages, microbatches, schedule, recompute, zero)
         settings = {count: setting(cluster, count, precision, optimizer, cost_model) for count in sorted({1, *counts})}
         names = list(dict.fromkeys(strategy or strategies_of(settings[1].model)))
         cells = [(count, name) for count in counts for name in names]
@@ -82,11 +82,17 @@ def simulate(
         check_trace(trace, settings[1])
         check_place(plot)
         check_picture(plot)
-        seen = sketch(model, batch=batch)
-        settle()
+        seen = model_graph(model, batch=batch)
+        freeze_gc()
         graph = priced(seen.graph, settings[1])
-        study = Study(graph=graph, settings=settings, batch=seen.batch, scaling="weak" if weak else "strong",
-                      samples=samples, options=options)  # fmt: skip
+        study = Study(
+            graph=graph,
+            settings=settings,
+            batch=seen.batch,
+            scaling="weak" if weak else "strong",
+            samples=samples,
+            options=options,
+        )
         rows = []
         for done, (count, name) in enumerate(cells):
             told(f"{name} on {count}", done, len(cells))

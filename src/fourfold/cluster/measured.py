@@ -15,9 +15,17 @@ from typing import Literal, get_args
 from fourfold.errors import InvalidInput
 
 Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send",
-    "shared_gather", "shared_sum", "shared_fetch", "shared_give",
-]  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "shared_gather",
+    "shared_sum",
+    "shared_fetch",
+    "shared_give",
+]
 """The last four go through memory that the ranks of one node share: small gathers, sums of gradients and, where weights are
 stored divided, a weight copied together and a gradient dealt out, which wait for nobody: their times are a rank's own work."""
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -81,8 +89,9 @@ class Waits:
         if self.ranks < 2 or self.groups < 1:
             raise InvalidInput(f"{name}; at least 2 ranks and 1 group are needed")
         if not self.computing or len(self.seconds) != len(self.computing):
-            raise InvalidInput(f"{name} have {len(self.computing)} computing times and {len(self.seconds)} times; "
-                               "give as many of each")  # fmt: skip
+            raise InvalidInput(
+                f"{name} have {len(self.computing)} computing times and {len(self.seconds)} times; give as many of each"
+            )
         if not all(low < high for low, high in pairwise((0.0, *self.computing, math.inf))):
             raise InvalidInput(f"{name}: computing times must be positive and rise")
         if not all(0 < s < math.inf for s in self.seconds):

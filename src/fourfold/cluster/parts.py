@@ -51,11 +51,17 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidInput(f"device {self.name!r} is of kind {self.kind!r}; kinds are {', '.join(KINDS)}")
-        amounts = {"memory": self.memory, "bandwidth": self.bandwidth, **{f"rate_{p}": rate for p, rate in self.rates},
-                   **{f"update_{name}": speed for name, speed in self.updates}}  # fmt: skip
+        amounts = {
+            "memory": self.memory,
+            "bandwidth": self.bandwidth,
+            **{f"rate_{p}": rate for p, rate in self.rates},
+            **{f"update_{name}": speed for name, speed in self.updates},
+        }
         _check_positive(f"device {self.name!r}", amounts)
-        _check_not_negative(f"device {self.name!r}", {"launch": self.launch, "cores": self.cores, "on_chip": self.on_chip,
-                                                      "drift": self.drift, "pace": self.pace})  # fmt: skip
+        _check_not_negative(
+            f"device {self.name!r}",
+            {"launch": self.launch, "cores": self.cores, "on_chip": self.on_chip, "drift": self.drift, "pace": self.pace},
+        )
         if not self.rates:
             raise InvalidInput(f"device {self.name!r} has no rate; give at least rate_fp32")
 

@@ -11,13 +11,24 @@ from fractions import Fraction
 
 _KILO, _KIBI = Fraction(1000), Fraction(1024)
 _BYTES = {
-    "GiB": _KIBI**3, "MiB": _KIBI**2, "KiB": _KIBI, "TB": _KILO**4, "GB": _KILO**3, "MB": _KILO**2, "kB": _KILO,
+    "GiB": _KIBI**3,
+    "MiB": _KIBI**2,
+    "KiB": _KIBI,
+    "TB": _KILO**4,
+    "GB": _KILO**3,
+    "MB": _KILO**2,
+    "kB": _KILO,
     "bytes": Fraction(1),
-}  # fmt: skip
+}
 _SECONDS = {"us": 1 / _KILO**2, "ms": 1 / _KILO, "ns": 1 / _KILO**3, "s": Fraction(1)}
 _BYTES_PER_SECOND = {  # B is a byte, b is a bit
-    "GBps": _KILO**3, "TBps": _KILO**4, "MBps": _KILO**2, "Gbps": _KILO**3 / 8, "Mbps": _KILO**2 / 8, "Bps": Fraction(1),
-}  # fmt: skip
+    "GBps": _KILO**3,
+    "TBps": _KILO**4,
+    "MBps": _KILO**2,
+    "Gbps": _KILO**3 / 8,
+    "Mbps": _KILO**2 / 8,
+    "Bps": Fraction(1),
+}
 _FLOPS = {"TFLOPs": _KILO**4, "PFLOPs": _KILO**5, "GFLOPs": _KILO**3, "FLOPs": Fraction(1)}  # per second
 _DIGITS = 12  # of a number that a person might have written
 

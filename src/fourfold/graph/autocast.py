@@ -165,8 +165,17 @@ class _Writer:
         name = f"{value}_{dtype}" if value in self.shared else f"{op.name}_{position}_{dtype}"
         if name not in self.values:
             self.values[name] = TensorSpec(self.values[value].shape, dtype)
-            self.ops.append(Op(name=name, target=_CAST, args=(Ref(value),), kwargs={"dtype": Dtype(dtype)}, results=(name,),
-                               module=op.module, pointwise=True))  # fmt: skip
+            self.ops.append(
+                Op(
+                    name=name,
+                    target=_CAST,
+                    args=(Ref(value),),
+                    kwargs={"dtype": Dtype(dtype)},
+                    results=(name,),
+                    module=op.module,
+                    pointwise=True,
+                )
+            )
         return name
 
 

@@ -118,8 +118,10 @@ def _captured(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, d
     graph = _graph(whole, exported, inputs, targets, batch=batch, twice=seen.written_twice)
     trained = {p.name for p in graph.parameters if p.trainable}
     if trains and any(p.requires_grad for p in whole.parameters()) and not trained & graph.reached:
-        raise CaptureFailed(f"the loss of {name} depends on no parameter that is trained, so that eager PyTorch's backward "
-                            "raises too; let it depend on one, or freeze them all")  # fmt: skip
+        raise CaptureFailed(
+            f"the loss of {name} depends on no parameter that is trained, so that eager PyTorch's backward "
+            "raises too; let it depend on one, or freeze them all"
+        )
     keys = {p.name: p.key for p in graph.parameters}
     refuse_overlaps(whole, {f"model.{keys[name]}" for name, _ in graph.writes})
     return graph
@@ -192,9 +194,13 @@ def _export(
     observed = _Observed(whole, observer)
     try:
         with (
-            warnings.catch_warnings(), _without_logs(), contextlib.redirect_stderr(io.StringIO()),
-            by_shapes(), KnownRanges(), observer.watching(),
-        ):  # fmt: skip
+            warnings.catch_warnings(),
+            _without_logs(),
+            contextlib.redirect_stderr(io.StringIO()),
+            by_shapes(),
+            KnownRanges(),
+            observer.watching(),
+        ):
             warnings.simplefilter("ignore")
             return torch.export.export(observed, args, dynamic_shapes=shapes if dynamic else None, strict=False)
     except CaptureFailed:
@@ -287,8 +293,10 @@ def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
         args = op.args
         if op.target.startswith(("aten.batch_norm", "aten.instance_norm")) and args[5] and set(op.operands) & set(buffers):
             if not set(op.operands) & set(left):
-                raise CaptureFailed(f"{op.path} updates statistics that torch.utils.checkpoint has updated already; leave the "
-                                    "checkpoint out and recompute by the plan")  # fmt: skip
+                raise CaptureFailed(
+                    f"{op.path} updates statistics that torch.utils.checkpoint has updated already; leave the "
+                    "checkpoint out and recompute by the plan"
+                )
             builder.ops[k] = replace(op, args=(*args[:6], 1 - (1 - args[6]) ** 2, *args[7:]))
             for name in op.operands:
                 left.pop(name, None)
@@ -296,8 +304,10 @@ def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
             builder.ops[k] = replace(op, args=(args[0], 2 * args[1]))
             del left[op.operands[0]]
     for key in left.values():
-        raise CaptureFailed(f"buffer '{key}' is written inside torch.utils.checkpoint, which runs that part of forward twice; "
-                            "leave the checkpoint out and recompute by the plan")  # fmt: skip
+        raise CaptureFailed(
+            f"buffer '{key}' is written inside torch.utils.checkpoint, which runs that part of forward twice; "
+            "leave the checkpoint out and recompute by the plan"
+        )
 
 
 def _last_writes(builder: Walk) -> list[tuple[str, str]]:

@@ -154,16 +154,23 @@ class Observer(TorchFunctionMode):
         if self.differentiated and self.functions:
             found = self.functions[0]
             if found is checkpointing.CheckpointFunction:
-                raise CaptureFailed(f"{name} uses torch.utils.checkpoint with use_reentrant=True, whose gradients capture "
-                                    "cannot carry; use use_reentrant=False, or recompute by the plan")  # fmt: skip
-            raise CaptureFailed(f"{name} uses the autograd.Function {found.__qualname__}, whose backward capture cannot "
-                                f"carry; {plain}")  # fmt: skip
+                raise CaptureFailed(
+                    f"{name} uses torch.utils.checkpoint with use_reentrant=True, whose gradients capture "
+                    "cannot carry; use use_reentrant=False, or recompute by the plan"
+                )
+            raise CaptureFailed(
+                f"{name} uses the autograd.Function {found.__qualname__}, whose backward capture cannot carry; {plain}"
+            )
         if self.differentiated and self.hooks:
-            raise CaptureFailed(f"{name} sets {self.hooks[0]} in forward, which capture cannot carry; change the gradients "
-                                "after backward (forward_backward) instead")  # fmt: skip
+            raise CaptureFailed(
+                f"{name} sets {self.hooks[0]} in forward, which capture cannot carry; change the gradients "
+                "after backward (forward_backward) instead"
+            )
         if self.draws:
-            raise CaptureFailed(f"{name} {self.draws[0]} in forward, which capture would freeze; draw numbers by torch "
-                                "without a seed, or pass them in as inputs")  # fmt: skip
+            raise CaptureFailed(
+                f"{name} {self.draws[0]} in forward, which capture would freeze; draw numbers by torch "
+                "without a seed, or pass them in as inputs"
+            )
 
 
 def _write_back(before: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]]) -> None:
@@ -177,8 +184,10 @@ def _write_back(before: Mapping[tuple[int, str], tuple[str, nn.Module, Tensor]])
             was, now = (None if t is None else (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (old, new))
             raise CaptureFailed(f"forward binds buffer '{key}' to {now}, it was {was}; keep its shape and dtype")
         if new.requires_grad:
-            raise CaptureFailed(f"forward binds buffer '{key}' to a tensor that requires grad; detach it, since eager PyTorch "
-                                "fails in the second step too")  # fmt: skip
+            raise CaptureFailed(
+                f"forward binds buffer '{key}' to a tensor that requires grad; detach it, since eager PyTorch "
+                "fails in the second step too"
+            )
         with torch.no_grad():
             old.copy_(new)
         module._buffers[name] = old

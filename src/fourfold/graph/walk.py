@@ -92,8 +92,10 @@ class Walk:
             raise CaptureFailed(f"the higher-order op {name} is not supported; write this part with plain tensor ops")
         if "autocast" in name and node.args[2]:
             dtype = str(node.args[1]).removeprefix("torch.")
-            raise CaptureFailed(f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}), which capture cannot "
-                                "carry; leave it out and choose a --precision, or cast by .to(dtype)")  # fmt: skip
+            raise CaptureFailed(
+                f"forward enters torch.autocast({node.args[0]!r}, dtype={dtype}), which capture cannot "
+                "carry; leave it out and choose a --precision, or cast by .to(dtype)"
+            )
         body = env[node.args[body_at]]  # type: ignore[index]
         inner: dict[torch.fx.Node, Any] = {}
         places = [n for n in body.graph.nodes if n.op == "placeholder"]

@@ -18,6 +18,23 @@ from fourfold.ops import (
 from fourfold.ops.nest import Kept, Loop, Nest, Window, find_rule, nest_of
 
 __all__ = [
-    "Kept", "Loop", "Nest", "Window", "attention", "conv", "embedding", "find_rule", "linear", "loss", "nest_of", "norm",
-    "pointwise", "pool", "recurrent", "reduce", "resample", "rows", "shape",
-]  # fmt: skip
+    "Kept",
+    "Loop",
+    "Nest",
+    "Window",
+    "attention",
+    "conv",
+    "embedding",
+    "find_rule",
+    "linear",
+    "loss",
+    "nest_of",
+    "norm",
+    "pointwise",
+    "pool",
+    "recurrent",
+    "reduce",
+    "resample",
+    "rows",
+    "shape",
+]

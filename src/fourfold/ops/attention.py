@@ -19,9 +19,14 @@ def softmax(op: Op, graph: Graph) -> Nest | None:
     loops = tuple(Loop(name=f"i{d}", size=size, kind="joint" if d == dim else "map") for d, size in enumerate(x))
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     return Nest(
-        loops=loops, operands=(dims,), results=(dims,), kernel="softmax", flops=5 * math.prod(x), saved=(-1,),
+        loops=loops,
+        operands=(dims,),
+        results=(dims,),
+        kernel="softmax",
+        flops=5 * math.prod(x),
+        saved=(-1,),
         detail={"dim": dim, "log": "log_softmax" in op.target},
-    )  # fmt: skip
+    )
 
 
 @rule("scaled_dot_product_attention")
@@ -62,14 +67,16 @@ def attention(op: Op, graph: Graph) -> Nest | None:
         flops=2 * q[0] * heads * q[2] * k[2] * (q[3] + v[3]),
         saved=(0, 1, 2, -1) if q[3] == v[3] else (2,),
         kept=_kept(head, (q, k, v), tuple(operands[3:]), call),
-        detail={"causal": bool(call.get("is_causal", False)), "dropout": call.get("dropout_p", 0.0),
-                "scale": call["scale"], "group": heads // shared},
-    )  # fmt: skip
+        detail={
+            "causal": bool(call.get("is_causal", False)),
+            "dropout": call.get("dropout_p", 0.0),
+            "scale": call["scale"],
+            "group": heads // shared,
+        },
+    )
 
 
-def _kept(
-    head: Dim, shapes: tuple[tuple[int, ...], ...], masks: tuple[tuple[Dim, ...], ...], call: Call
-) -> tuple[Kept, ...]:
+def _kept(head: Dim, shapes: tuple[tuple[int, ...], ...], masks: tuple[tuple[Dim, ...], ...], call: Call) -> tuple[Kept, ...]:
     """The logarithms of the sums; a mask of booleans as numbers. Written out, with dropout: weights, mask and their product.
 
     Where the fast kernel does not apply (other widths of values, a mask with a gradient) torch keeps the weights and copies of

@@ -25,9 +25,15 @@ def embedding(op: Op, graph: Graph) -> Nest | None:
         Loop(name="f", size=table[1], labels=("filter",)),
     )
     return Nest(
-        loops=loops, operands=((("v",), ("f",)), dims), results=((*dims, ("f",)),), kernel="embedding", anchor=True,
-        flops=math.prod(call.result), saved=(1,), detail={"padding": call.get("padding_idx", -1)},
-    )  # fmt: skip
+        loops=loops,
+        operands=((("v",), ("f",)), dims),
+        results=((*dims, ("f",)),),
+        kernel="embedding",
+        anchor=True,
+        flops=math.prod(call.result),
+        saved=(1,),
+        detail={"padding": call.get("padding_idx", -1)},
+    )
 
 
 @rule("index_select")
@@ -84,9 +90,14 @@ def index(op: Op, graph: Graph) -> Nest | None:
     lead, tail = [d for d in rest if d < first], [d for d in rest if d >= first]
     result: tuple[Dim, ...] = (*((f"i{d}",) for d in lead), *((f"b{k}",) for k in range(width)), *((f"i{d}",) for d in tail))
     return Nest(
-        loops=tuple(loops), operands=(tuple(source[d] for d in range(len(x))), *own), results=(result,), linear=(0,),
-        kernel="index", saved=tuple(range(1, len(own) + 1)), detail={"dims": tuple(at)},
-    )  # fmt: skip
+        loops=tuple(loops),
+        operands=(tuple(source[d] for d in range(len(x))), *own),
+        results=(result,),
+        linear=(0,),
+        kernel="index",
+        saved=tuple(range(1, len(own) + 1)),
+        detail={"dims": tuple(at)},
+    )
 
 
 def _counted(graph: Graph, x: tuple[int, ...], indices: dict[int, str], width: int) -> dict[int, Dim]:

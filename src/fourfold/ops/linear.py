@@ -128,9 +128,14 @@ def _vector_product(op: Op, x: tuple[int, ...], w: tuple[int, ...]) -> Nest | No
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in lead)
     loops = (*lead, Loop(name="c", size=x[-1], labels=("channel",), kind="sum"))
     return Nest(
-        loops=loops, operands=((*dims, ("c",)), (("c",),)), results=(dims,), anchor=True, flops=2 * math.prod(x), saved=(0, 1),
+        loops=loops,
+        operands=((*dims, ("c",)), (("c",),)),
+        results=(dims,),
+        anchor=True,
+        flops=2 * math.prod(x),
+        saved=(0, 1),
         when={0: (1,), 1: (0,)},
-    )  # fmt: skip
+    )
 
 
 @rule("baddbmm")

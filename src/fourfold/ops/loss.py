@@ -32,13 +32,24 @@ def cross_entropy(op: Op, graph: Graph) -> Nest | None:
     result: tuple[Dim, ...] = tuple(d for i, d in enumerate(dims) if i != 1) if reduction == NONE else ()
     logits, smooth = op.target.startswith("aten.cross"), bool(call.get("label_smoothing", 0.0))
     return Nest(
-        loops=loops, operands=tuple(operands), results=(result,), kernel="cross_entropy", flops=6 * math.prod(x),
+        loops=loops,
+        operands=tuple(operands),
+        results=(result,),
+        kernel="cross_entropy",
+        flops=6 * math.prod(x),
         saved=(*(() if logits else (0,)), *(() if soft and smooth else (1,)), *range(2, len(operands))),
         kept=_kept(dims, soft=soft, smooth=smooth) if logits else (),
-        detail={"reduction": reduction, "weight": call["weight"] is not None, "soft": soft,
-                "ignore": call.get("ignore_index", -100), "smoothing": call.get("label_smoothing", 0.0),
-                "logits": logits, "rows": x[0], "targets": target},
-    )  # fmt: skip
+        detail={
+            "reduction": reduction,
+            "weight": call["weight"] is not None,
+            "soft": soft,
+            "ignore": call.get("ignore_index", -100),
+            "smoothing": call.get("label_smoothing", 0.0),
+            "logits": logits,
+            "rows": x[0],
+            "targets": target,
+        },
+    )
 
 
 def _kept(dims: tuple[Dim, ...], *, soft: bool, smooth: bool) -> tuple[Kept, ...]:
@@ -48,8 +59,17 @@ def _kept(dims: tuple[Dim, ...], *, soft: bool, smooth: bool) -> tuple[Kept, ...
     return (Kept(dims), *(more if smooth else ()))
 
 
-@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy",
-      "kl_div", "soft_margin_loss", "poisson_nll_loss")  # fmt: skip
+@rule(
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy_with_logits",
+    "binary_cross_entropy",
+    "kl_div",
+    "soft_margin_loss",
+    "poisson_nll_loss",
+)
 def elementwise(op: Op, graph: Graph) -> Nest | None:
     names = {
         "binary_cross_entropy_with_logits": "input target weight pos_weight reduction",
@@ -73,8 +93,12 @@ def elementwise(op: Op, graph: Graph) -> Nest | None:
     position = names.get(name, "input target reduction").split().index("reduction")
     log = name == "kl_div" and bool(op.kwargs.get("log_target", op.args[3] if len(op.args) > 3 else False))
     return Nest(
-        loops=loops, operands=tuple(dims(s) for s in shapes), results=(result,), kernel="elementwise_loss",
-        flops=4 * math.prod(full), saved=() if log else _SAVED.get(name, tuple(range(len(shapes)))),
+        loops=loops,
+        operands=tuple(dims(s) for s in shapes),
+        results=(result,),
+        kernel="elementwise_loss",
+        flops=4 * math.prod(full),
+        saved=() if log else _SAVED.get(name, tuple(range(len(shapes)))),
         kept=(Kept(tuple((loop.name,) for loop in loops)),) if log or name in ("l1_loss", "poisson_nll_loss") else (),
         detail={"reduction": reduction, "position": position, "count": math.prod(full)},
-    )  # fmt: skip
+    )

@@ -152,8 +152,19 @@ def nest_of(op: Op, graph: Graph) -> Nest:
 def same(nest: Nest, graph: Graph) -> Nest:
     """The first nest of a graph that equals this one: layers repeat, and what is derived of one holds for all."""
     known: dict[tuple[Any, ...], Nest] = graph.memo.setdefault("kinds of nests", {})
-    key = (nest.loops, nest.operands, nest.results, nest.linear, nest.kernel, nest.anchor, nest.flops, nest.saved,
-           tuple(nest.when.items()), nest.kept, repr(nest.detail))  # fmt: skip
+    key = (
+        nest.loops,
+        nest.operands,
+        nest.results,
+        nest.linear,
+        nest.kernel,
+        nest.anchor,
+        nest.flops,
+        nest.saved,
+        tuple(nest.when.items()),
+        nest.kept,
+        repr(nest.detail),
+    )
     return known.setdefault(key, nest)
 
 

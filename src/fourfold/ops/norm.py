@@ -25,9 +25,14 @@ def _nest(
     given = [name for name in ("weight", "bias") if name in call.names and call[name] is not None]
     saved = (0, *(1 + given.index(name) for name in weights if name in given))
     return Nest(
-        loops=loops, operands=(x, *operands), results=(x,), kernel=kernel, flops=8 * math.prod(call.result), saved=saved,
+        loops=loops,
+        operands=(x, *operands),
+        results=(x,),
+        kernel=kernel,
+        flops=8 * math.prod(call.result),
+        saved=saved,
         kept=kept,
-    )  # fmt: skip
+    )
 
 
 @rule("batch_norm", "instance_norm")

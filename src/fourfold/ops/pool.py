@@ -22,9 +22,15 @@ def _tuple(value: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @rule(
-    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
-    "max_pool2d_with_indices", "max_pool3d_with_indices",
-)  # fmt: skip
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+)
 def pool(op: Op, graph: Graph) -> Nest | None:
     if len(op.results) > 1 and graph.consumers[op.results[1]]:
         return None  # the indices are used: they count positions in the whole tensor
@@ -66,9 +72,13 @@ def pool(op: Op, graph: Graph) -> Nest | None:
 
 
 @rule(
-    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-)  # fmt: skip
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+)
 def adaptive_pool(op: Op, graph: Graph) -> Nest | None:
     if len(op.results) > 1 and graph.consumers[op.results[1]]:
         return None

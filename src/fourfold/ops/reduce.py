@@ -12,14 +12,22 @@ from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, rule
 
 _ARGUMENTS = {
-    "aten.var.default": "input unbiased", "aten.std.default": "input unbiased", "aten.var_mean.default": "input unbiased",
-    "aten.std_mean.default": "input unbiased", "aten.var.dim": "input dim unbiased keepdim",
-    "aten.std.dim": "input dim unbiased keepdim", "aten.var_mean.dim": "input dim unbiased keepdim",
-    "aten.std_mean.dim": "input dim unbiased keepdim", "aten.var.correction": "input dim correction",
-    "aten.std.correction": "input dim correction", "aten.var_mean.correction": "input dim correction",
-    "aten.std_mean.correction": "input dim correction", "aten.linalg_vector_norm.default": "input ord dim keepdim",
-    "aten.norm.ScalarOpt_dim": "input ord dim keepdim", "aten.norm.Scalar": "input ord",
-}  # fmt: skip
+    "aten.var.default": "input unbiased",
+    "aten.std.default": "input unbiased",
+    "aten.var_mean.default": "input unbiased",
+    "aten.std_mean.default": "input unbiased",
+    "aten.var.dim": "input dim unbiased keepdim",
+    "aten.std.dim": "input dim unbiased keepdim",
+    "aten.var_mean.dim": "input dim unbiased keepdim",
+    "aten.std_mean.dim": "input dim unbiased keepdim",
+    "aten.var.correction": "input dim correction",
+    "aten.std.correction": "input dim correction",
+    "aten.var_mean.correction": "input dim correction",
+    "aten.std_mean.correction": "input dim correction",
+    "aten.linalg_vector_norm.default": "input ord dim keepdim",
+    "aten.norm.ScalarOpt_dim": "input ord dim keepdim",
+    "aten.norm.Scalar": "input ord",
+}
 
 
 def _reduced(op: Op, graph: Graph) -> set[int]:

@@ -14,9 +14,20 @@ _CUBIC = -0.75  # torch's coefficient of the cubic convolution kernel
 _SMOOTH_CUBIC = -0.5  # and the one it antialiases with
 
 
-@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-      "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-      "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")  # fmt: skip
+@rule(
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
 def interpolate(op: Op, graph: Graph) -> Nest | None:
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     name = op.target.split(".")[1]
@@ -36,9 +47,13 @@ def interpolate(op: Op, graph: Graph) -> Nest | None:
         inputs.append((Window(f"d{i}", window),))
     result: tuple[Dim, ...] = (("n",), ("c",), *((f"d{i}",) for i in range(len(x) - 2)))
     return Nest(
-        loops=tuple(loops), operands=(tuple(inputs),), results=(result,), linear=(0,), kernel="resample",
+        loops=tuple(loops),
+        operands=(tuple(inputs),),
+        results=(result,),
+        linear=(0,),
+        kernel="resample",
         flops=2 * math.prod(y) * len(x),
-    )  # fmt: skip
+    )
 
 
 def _inconsistent(name: str, size: int, out: int, scale: float | None) -> bool:

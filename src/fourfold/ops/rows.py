@@ -53,9 +53,13 @@ def narrow(op: Op, graph: Graph) -> Nest | None:
     if not isinstance(start, int):
         return None
     sliced = Op(
-        name=op.name, target="aten.slice.Tensor", args=(op.args[0], dim, start, start + length), kwargs={},
-        results=op.results, module=op.module,
-    )  # fmt: skip
+        name=op.name,
+        target="aten.slice.Tensor",
+        args=(op.args[0], dim, start, start + length),
+        kwargs={},
+        results=op.results,
+        module=op.module,
+    )
     return slice_(sliced, graph)
 
 
@@ -79,8 +83,16 @@ def roll(op: Op, graph: Graph) -> Nest | None:
     return _rows(op, graph, {d: tuple((o - s) % x[d] for o in range(x[d])) for d, s in total.items()})
 
 
-@rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-      "replication_pad2d", "replication_pad3d")  # fmt: skip
+@rule(
+    "pad",
+    "constant_pad_nd",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+)
 def pad(op: Op, graph: Graph) -> Nest | None:
     x, amounts = graph.values[op.operands[0]].shape, op.args[1]
     name = op.target.split(".")[1]

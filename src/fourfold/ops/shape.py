@@ -15,8 +15,20 @@ from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Call, Concat, Dim, Loop, Nest, replicated, rule
 
 
-@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "atleast_1d",
-      "atleast_2d", "ravel")  # fmt: skip
+@rule(
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+    "atleast_1d",
+    "atleast_2d",
+    "ravel",
+)
 def reshape(op: Op, graph: Graph) -> Nest | None:
     before, after = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     if len(op.operands) > 1 or len(op.results) > 1 or math.prod(before) == 0 or op.target == "aten.view.dtype":

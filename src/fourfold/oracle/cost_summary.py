@@ -16,7 +16,7 @@ from fourfold.oracle.paradl.projection import projected
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices, Source
 from fourfold.oracle.time.items import Category
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.strategies.named import STRATEGIES
 from fourfold.timeline import Timeline
 from fourfold.units import bytes_text
@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class CostSummary:
     """A plan's step. `capacity_bytes`: of the rank that comes nearest to its device's memory, or past it."""
 
     step_seconds: float
@@ -65,18 +65,18 @@ def strategies_of(model: CostModel) -> tuple[str, ...]:
     return tuple(name for name in STRATEGIES if model == "fourfold" or name in FORMULAS)
 
 
-def predicted(pipeline: Pipeline, setting: Setting) -> Figures:
+def predicted(lowered: LoweredPlan, setting: Setting) -> CostSummary:
     """A lowered plan's step, limits and bottlenecks included."""
     if setting.model == "paradl":
-        found = projected(pipeline.graph, pipeline.plan, setting.prices, optimizer=setting.optimizer)
-        return _by_formulas(found, pipeline.plan.notes)
-    return figures_of(predict(pipeline, setting.prices, optimizer=setting.optimizer))
+        found = projected(lowered.graph, lowered.plan, setting.prices, optimizer=setting.optimizer)
+        return _by_formulas(found, lowered.plan.notes)
+    return summary_of(predict(lowered, setting.prices, optimizer=setting.optimizer))
 
 
-def figures_of(prediction: Prediction) -> Figures:
+def summary_of(prediction: Prediction) -> CostSummary:
     """A predicted step as figures, limits and bottlenecks included."""
-    found, lowered = prediction.estimate, prediction.pipeline
-    return Figures(
+    found, lowered = prediction.estimate, prediction.lowered
+    return CostSummary(
         step_seconds=found.step_seconds,
         breakdown=found.breakdown,
         peak_bytes=prediction.peak_bytes,
@@ -93,8 +93,9 @@ def figures_of(prediction: Prediction) -> Figures:
 
 def _stage_peaks(prediction: Prediction) -> tuple[int, ...]:
     peaks = [(peak.bytes, frozenset(peak.ranks)) for peak in prediction.memory.peaks]
-    return tuple(max(size for size, ranks in peaks if not ranks.isdisjoint(part.stage.ranks))
-                 for part in prediction.pipeline.parts)  # fmt: skip
+    return tuple(
+        max(size for size, ranks in peaks if not ranks.isdisjoint(part.stage.ranks)) for part in prediction.lowered.parts
+    )
 
 
 def _known_from(prediction: Prediction) -> dict[Source, float]:
@@ -104,8 +105,8 @@ def _known_from(prediction: Prediction) -> dict[Source, float]:
     return {source: sum(item.seconds for item in items if item.source == source) / every for source in SOURCES}
 
 
-def _by_formulas(found: Projection, notes: tuple[str, ...]) -> Figures:
-    return Figures(
+def _by_formulas(found: Projection, notes: tuple[str, ...]) -> CostSummary:
+    return CostSummary(
         step_seconds=found.step_seconds,
         breakdown=found.breakdown,
         peak_bytes=int(found.memory_bytes),
@@ -117,8 +118,12 @@ def _by_formulas(found: Projection, notes: tuple[str, ...]) -> Figures:
 
 def _stops(found: Projection) -> Iterator[str]:
     if found.memory_bytes > found.capacity_bytes:
-        yield (f"by ParaDL's formulas a device needs {bytes_text(found.memory_bytes)}, it holds "
-               f"{bytes_text(found.capacity_bytes)}; use more devices or a smaller batch")  # fmt: skip
+        yield (
+            f"by ParaDL's formulas a device needs {bytes_text(found.memory_bytes)}, it holds "
+            f"{bytes_text(found.capacity_bytes)}; use more devices or a smaller batch"
+        )
     if found.devices > found.limit:
-        yield (f"by ParaDL's formulas {found.strategy} goes to {found.limit:g} devices ({found.limited_by}), {found.devices} "
-               "are asked for; use fewer or another strategy")  # fmt: skip
+        yield (
+            f"by ParaDL's formulas {found.strategy} goes to {found.limit:g} devices ({found.limited_by}), {found.devices} "
+            "are asked for; use fewer or another strategy"
+        )

@@ -10,7 +10,7 @@ from fourfold.oracle.findings.limits import Finding, findings
 from fourfold.oracle.memory.peak import CPU, CUDA, Memory, memory
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate, estimate
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Prediction:
     memory: Memory
     tightest: int  # a rank
     capacity: float
-    pipeline: Pipeline = field(repr=False)
+    lowered: LoweredPlan = field(repr=False)
     prices: Prices = field(repr=False)
     optimizer: str = "sgd"
 
@@ -38,22 +38,28 @@ class Prediction:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Limits and bottlenecks, worked out when first asked for."""
-        return findings(self.pipeline, self.prices, self.estimate, self.memory, optimizer=self.optimizer)
+        return findings(self.lowered, self.prices, self.estimate, self.memory, optimizer=self.optimizer)
 
 
-def predict(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Prediction:
+def predict(lowered: LoweredPlan, prices: Prices, *, optimizer: str = "sgd") -> Prediction:
     """The predicted step of a plan: how long, how many bytes."""
-    return sized(pipeline, prices, estimate(pipeline, prices, optimizer=optimizer), optimizer=optimizer)
+    return sized(lowered, prices, estimate(lowered, prices, optimizer=optimizer), optimizer=optimizer)
 
 
-def sized(pipeline: Pipeline, prices: Prices, timed: Estimate, *, optimizer: str) -> Prediction:
+def sized(lowered: LoweredPlan, prices: Prices, timed: Estimate, *, optimizer: str) -> Prediction:
     """A plan whose step was estimated, with its memory."""
     cluster = prices.cluster
     machine = CPU if cluster.device(0).kind == "cpu" else CUDA
-    found = memory(pipeline, prices.placement, optimizer=optimizer, machine=machine, precision=prices.precision)
+    found = memory(lowered, prices.placement, optimizer=optimizer, machine=machine, precision=prices.precision)
     smallest = [min(peak.ranks, key=cluster.memory) for peak in found.peaks]  # of ranks alike, the one with least memory
     tightest = max(smallest, key=lambda rank: found.of(rank).bytes / cluster.memory(rank))
     return Prediction(
-        cluster=cluster, estimate=timed, memory=found, tightest=tightest, capacity=cluster.memory(tightest),
-        pipeline=pipeline, prices=prices, optimizer=optimizer,
-    )  # fmt: skip
+        cluster=cluster,
+        estimate=timed,
+        memory=found,
+        tightest=tightest,
+        capacity=cluster.memory(tightest),
+        lowered=lowered,
+        prices=prices,
+        optimizer=optimizer,
+    )

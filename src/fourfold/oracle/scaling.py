@@ -14,8 +14,8 @@ from typing import Literal
 
 from fourfold.errors import Error, InvalidInput
 from fourfold.graph import Graph
-from fourfold.oracle.cost_summary import Figures, Setting, predicted
-from fourfold.plans import Options, named, pipeline
+from fourfold.oracle.cost_summary import CostSummary, Setting, predicted
+from fourfold.plans import Options, lower_plan, named
 
 Scaling = Literal["strong", "weak"]
 
@@ -27,7 +27,7 @@ class Row:
     devices: int
     strategy: str
     batch: int
-    figures: Figures | None
+    figures: CostSummary | None
     limits: tuple[str, ...]
     alone: float  # samples per second of one device
     samples: int | None  # of an epoch
@@ -67,8 +67,9 @@ class Study:
         if self.samples is not None and self.samples < 1:
             raise InvalidInput(f"--samples {self.samples}; an epoch has at least 1")
         if self.scaling == "weak" and self.graph.batch is not None:
-            raise InvalidInput(f"the model fixes its batch at {self.graph.batch}, so it cannot grow with the devices; "
-                               "leave --weak out")  # fmt: skip
+            raise InvalidInput(
+                f"the model fixes its batch at {self.graph.batch}, so it cannot grow with the devices; leave --weak out"
+            )
 
     def batch_of(self, devices: int) -> int:
         """The batch of so many devices together."""
@@ -78,19 +79,26 @@ class Study:
     def alone(self) -> float:
         """Samples per second of one device."""
         made = named("data", self.graph, ranks=1, batch=self.batch)
-        return self.batch / predicted(pipeline(self.graph, made), self.settings[1]).step_seconds
+        return self.batch / predicted(lower_plan(self.graph, made), self.settings[1]).step_seconds
 
     def row(self, strategy: str, devices: int) -> Row:
         """A strategy predicted on so many devices."""
         batch = self.batch_of(devices)
         found, limits = self._predicted(strategy, devices, batch)
-        return Row(devices=devices, strategy=strategy, batch=batch, figures=found, limits=limits, alone=self.alone,
-                   samples=self.samples)  # fmt: skip
+        return Row(
+            devices=devices,
+            strategy=strategy,
+            batch=batch,
+            figures=found,
+            limits=limits,
+            alone=self.alone,
+            samples=self.samples,
+        )
 
-    def _predicted(self, strategy: str, devices: int, batch: int) -> tuple[Figures | None, tuple[str, ...]]:
+    def _predicted(self, strategy: str, devices: int, batch: int) -> tuple[CostSummary | None, tuple[str, ...]]:
         try:
             made = named(strategy, self.graph, ranks=devices, batch=batch, options=self.options)
-            found = predicted(pipeline(self.graph, made), self.settings[devices])
+            found = predicted(lower_plan(self.graph, made), self.settings[devices])
         except Error as refusal:
             return None, (str(refusal),)
         return found, found.limits

@@ -10,7 +10,7 @@ from fourfold.errors import Error
 from fourfold.oracle.findings.finding import Finding
 from fourfold.oracle.time.items import CATEGORIES, Category
 from fourfold.planner.search import alike, search
-from fourfold.planner.search_task import Candidate, Ranking, Task
+from fourfold.planner.search_task import Candidate, Ranking, SearchTask
 
 FASTER = 10  # times, of links
 MORE = 2  # times, of memory and of the batch
@@ -38,7 +38,7 @@ class WhatIf:
 class Explanation:
     """What can be said of a plan."""
 
-    task: Task
+    task: SearchTask
     plan: Candidate
     against: tuple[Against, ...]
     findings: tuple[Finding, ...]
@@ -65,7 +65,7 @@ def _against(plan: Candidate, other: Candidate) -> Against:
     return Against(other=other, longer=other.seconds - plan.seconds, terms=tuple(terms))
 
 
-def _changes(task: Task, say: Callable[[str], None]) -> Iterator[WhatIf]:
+def _changes(task: SearchTask, say: Callable[[str], None]) -> Iterator[WhatIf]:
     """The same search with one thing changed."""
     cluster = task.cluster
     if cluster.links and task.devices > 1:
@@ -80,7 +80,7 @@ def _changes(task: Task, say: Callable[[str], None]) -> Iterator[WhatIf]:
 
 
 def _what_if(
-    task: Task, change: str, say: Callable[[str], None], *, cluster: Cluster | None = None, batch: int | None = None
+    task: SearchTask, change: str, say: Callable[[str], None], *, cluster: Cluster | None = None, batch: int | None = None
 ) -> WhatIf:
     say(f"with {change}")
     try:
@@ -94,7 +94,7 @@ def _what_if(
     return WhatIf(change=change, best=None, reason=over)
 
 
-def again(task: Task, *, cluster: Cluster, batch: int, limit: float | None = None) -> Ranking:
+def again(task: SearchTask, *, cluster: Cluster, batch: int, limit: float | None = None) -> Ranking:
     """The same search on another cluster, for another batch, perhaps with less time."""
     return search(replace(task, setting=task.setting.on(cluster), batch=batch, limit=limit or task.limit))
 

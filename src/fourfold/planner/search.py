@@ -24,14 +24,14 @@ from functools import cached_property, partial
 from fourfold.errors import Error, Infeasible
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
-from fourfold.planner.search_task import AUTO, Candidate, Ranking, Refusal, Task
+from fourfold.planner.search_task import AUTO, Candidate, Ranking, Refusal, SearchTask
 from fourfold.planner.splits.meshes import WIDEST
 from fourfold.planner.splits.split_search import Found, Splitting
-from fourfold.planner.stages.boundary_search import climbed
+from fourfold.planner.stages.boundary_search import hill_climb
 from fourfold.planner.stages.partition import Staged
 from fourfold.planner.stages.stage_search import staged
-from fourfold.plans import named, pipeline
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans import lower_plan, named
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.lowering.additive_loss import microbatched
 from fourfold.plans.spec.plan import Plan
 from fourfold.plans.strategies.compose import recomputed
@@ -54,13 +54,13 @@ _Sketch = tuple[bool, float, float, Plan]
 """Whether it should not fit, its estimate, a bound, and the plan."""
 
 
-def search(task: Task, say: Say = lambda text: None) -> Ranking:
+def search(task: SearchTask, say: Say = lambda text: None) -> Ranking:
     """All candidates, ranked."""
     begun, measure = time.perf_counter(), task.measure
     task = replace(task, measure=None)  # whoever searches again with something changed must not time anything
     found = _Search(task, say, begun).run()
     for _ in range(TIMINGS if measure is not None else 0):
-        guessed = [c.pipeline for c in found.candidates[:MEASURED] if c.estimate.measured_share < 1]
+        guessed = [c.lowered for c in found.candidates[:MEASURED] if c.estimate.measured_share < 1]
         if not guessed or measure is None:
             break
         say(f"timing the kernels of {len(guessed)} plans")
@@ -75,19 +75,19 @@ def search(task: Task, say: Say = lambda text: None) -> Ranking:
     return replace(found, seconds=time.perf_counter() - begun)
 
 
-def replayed(task: Task, plan: Plan) -> Candidate:
+def replayed(task: SearchTask, plan: Plan) -> Candidate:
     """A plan, whoever made it, replayed in full."""
     mine = replace(plan, graph=task.graph.hash)
-    return _timed(mine, pipeline(task.graph, mine), task.setting.prices, task.setting.optimizer)
+    return _timed(mine, lower_plan(task.graph, mine), task.setting.prices, task.setting.optimizer)
 
 
-def _timed(plan: Plan, lowered: Pipeline, prices: Prices, optimizer: str) -> Candidate:
+def _timed(plan: Plan, lowered: LoweredPlan, prices: Prices, optimizer: str) -> Candidate:
     timed = estimate(lowered, prices, optimizer=optimizer)
-    return Candidate(plan=plan, pipeline=lowered, prices=prices, estimate=timed, optimizer=optimizer)
+    return Candidate(plan=plan, lowered=lowered, prices=prices, estimate=timed, optimizer=optimizer)
 
 
 class _Search:
-    def __init__(self, task: Task, say: Say, begun: float) -> None:
+    def __init__(self, task: SearchTask, say: Say, begun: float) -> None:
         self.task, self.say, self.begun = task, say, begun
         self.found: list[Candidate] = []
         self.refusals: list[Refusal] = []
@@ -232,7 +232,7 @@ class _Search:
         if first is None or not first.plan.stages or self._large or self._late():
             return
         self.say(f"shifting the boundaries of {len(first.plan.stages)} stages")
-        best = climbed(first, self.task.graph, partial(replayed, self.task), self._late)
+        best = hill_climb(first, self.task.graph, partial(replayed, self.task), self._late)
         if best is not first:
             self.found = [c for c in self.found if c is not first or c.plan.strategy != AUTO] + [best]
 
@@ -284,4 +284,4 @@ def alike(a: Plan, b: Plan) -> bool:
     return bare[0] == bare[1]
 
 
-__all__ = ["Candidate", "Ranking", "Refusal", "Task", "search"]
+__all__ = ["Candidate", "Ranking", "Refusal", "SearchTask", "search"]

@@ -13,18 +13,18 @@ from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.predict import Prediction, sized
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.spec.plan import SPLITS, Plan
 from fourfold.units import bytes_text
 
 AUTO = "auto"
 
-Measure = Callable[[Sequence[Pipeline]], Prices]
+Measure = Callable[[Sequence[LoweredPlan]], Prices]
 """Times the kernels of some lowered plans that no table has, and gives prices that know them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class SearchTask:
     """A model, a batch and a cluster, and what restricts the answer.
 
     `strategies`: only these named ones (``auto``: what the planner finds); none: all. `fixed`: patterns of ops and the split
@@ -43,8 +43,9 @@ class Task:
         if self.batch < 1:
             raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
         if self.graph.batch is not None and self.graph.batch != self.batch:
-            raise InvalidInput(f"the model fixes its batch at {self.graph.batch}, {self.batch} is asked for; "
-                               f"use {self.graph.batch}")  # fmt: skip
+            raise InvalidInput(
+                f"the model fixes its batch at {self.graph.batch}, {self.batch} is asked for; use {self.graph.batch}"
+            )
         if self.limit <= 0:
             raise InvalidInput(f"--time-limit {self.limit:g}; give it more than 0 seconds")
         for pattern, split in self.fixed:
@@ -65,7 +66,7 @@ class Candidate:
     """A plan with its predicted step. Its memory is worked out when first asked for: most candidates are too slow to matter."""
 
     plan: Plan
-    pipeline: Pipeline = field(repr=False)
+    lowered: LoweredPlan = field(repr=False)
     prices: Prices = field(repr=False)
     estimate: Estimate = field(repr=False)
     optimizer: str
@@ -76,7 +77,7 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        return sized(self.pipeline, self.prices, self.estimate, optimizer=self.optimizer)
+        return sized(self.lowered, self.prices, self.estimate, optimizer=self.optimizer)
 
     @property
     def feasible(self) -> bool:
@@ -101,7 +102,7 @@ class Refusal:
 class Ranking:
     """Plans, the best first, then the others by their steps, whether they fit or not; strategies that cannot be; notes."""
 
-    task: Task
+    task: SearchTask
     candidates: tuple[Candidate, ...]
     refusals: tuple[Refusal, ...]
     seconds: float

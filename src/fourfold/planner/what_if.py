@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fourfold.cluster import Cluster
 from fourfold.errors import Error
 from fourfold.planner.explain import again, faster
-from fourfold.planner.search_task import Candidate, Ranking, Task
+from fourfold.planner.search_task import Candidate, Ranking, SearchTask
 
 BATCHES = (0.5, 1, 2, 4)  # times what was asked, as the others
 LINKS = (0.1, 1, 10)
@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class WhatIfGrid:
     """Answers at the points for which there was time."""
 
     batches: tuple[int, ...]
@@ -45,9 +45,9 @@ class Grid:
     answers: Mapping[Point, Answer]
 
 
-def grid(
+def what_if_grid(
     ranking: Ranking, sized: Callable[[int], Cluster], *, limit: float, say: Callable[[str, int, int], None] = lambda *_: None
-) -> Grid:
+) -> WhatIfGrid:
     """The grid around a search, as far as it comes in `limit` seconds. `sized`: the cluster with so many devices in use."""
     task = ranking.task
     batches = _batches(task)
@@ -64,10 +64,10 @@ def grid(
         say(f"batch {point.batch}, {point.devices} devices, links x {point.links:g}", number, len(points))
         if point not in answers:
             answers[point] = _answer(task, point, sized, left)
-    return Grid(batches=batches, links=LINKS, devices=devices, answers=answers)
+    return WhatIfGrid(batches=batches, links=LINKS, devices=devices, answers=answers)
 
 
-def _batches(task: Task) -> tuple[int, ...]:
+def _batches(task: SearchTask) -> tuple[int, ...]:
     if task.graph.batch is not None:
         return (task.batch,)
     return tuple(dict.fromkeys(max(int(times * task.batch), 1) for times in BATCHES))
@@ -87,7 +87,7 @@ def _far(point: Point, asked: Point) -> tuple[int, float]:
     return sum(r != 1 for r in ratios), sum(abs(math.log(r)) for r in ratios)
 
 
-def _answer(task: Task, point: Point, sized: Callable[[int], Cluster], limit: float) -> Answer:
+def _answer(task: SearchTask, point: Point, sized: Callable[[int], Cluster], limit: float) -> Answer:
     try:
         found = again(task, cluster=faster(sized(point.devices), point.links), batch=point.batch, limit=limit)
     except Error as reason:

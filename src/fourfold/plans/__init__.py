@@ -8,7 +8,7 @@ from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.layout.ownership import Own
-from fourfold.plans.lists.lowered_plan import Pipeline, pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan, lower_plan
 from fourfold.plans.lowering.lower import lower
 from fourfold.plans.lowering.program import Compute, Move, Program, Repeat
 from fourfold.plans.spec.plan import Passes, Plan
@@ -17,6 +17,22 @@ from fourfold.plans.strategies.compose import Options
 from fourfold.plans.strategies.named import STRATEGIES, named
 
 __all__ = [
-    "STRATEGIES", "Compute", "Exchange", "Layout", "Mesh", "Move", "Options", "Own", "Passes", "Pipeline", "Plan", "Program",
-    "Repeat", "load_plan", "lower", "named", "pipeline", "save_plan",
-]  # fmt: skip
+    "STRATEGIES",
+    "Compute",
+    "Exchange",
+    "Layout",
+    "LoweredPlan",
+    "Mesh",
+    "Move",
+    "Options",
+    "Own",
+    "Passes",
+    "Plan",
+    "Program",
+    "Repeat",
+    "load_plan",
+    "lower",
+    "lower_plan",
+    "named",
+    "save_plan",
+]

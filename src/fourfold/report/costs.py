@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fourfold.cluster import Cluster
 from fourfold.cluster.local import ASSUMED
-from fourfold.oracle.cost_summary import Figures, Setting
+from fourfold.oracle.cost_summary import CostSummary, Setting
 from fourfold.report.text import _table
 from fourfold.units import bytes_text, seconds_text
 
@@ -19,7 +19,7 @@ SEEN = 0.0005  # of the step: what rounds to 0.0 % has no line
 KNOWN = {"measured": "measured", "fitted": "by fitted curves", "roofline": "by the roofline"}
 
 
-def cost_record(figures: Figures | None) -> dict[str, Any]:
+def cost_record(figures: CostSummary | None) -> dict[str, Any]:
     """The cost fields of a plan in SI units; nulls where nothing was predicted."""
     if figures is None:
         keys = ("step_seconds", "interval_seconds", "breakdown", "peak_bytes", "capacity_bytes", "known_from")
@@ -46,7 +46,7 @@ def setting_record(setting: Setting | None) -> dict[str, Any]:
     }
 
 
-def cost_text(figures: Figures, setting: Setting) -> RenderableType:
+def cost_text(figures: CostSummary, setting: Setting) -> RenderableType:
     """The step term by term, the peak against what the device holds, and what the times rest on."""
     step = figures.step_seconds
     table = _table("predicted", "time>", "share>", "")
@@ -68,11 +68,11 @@ def setting_words(setting: Setting) -> str:
     return f"{cluster_words(setting.cluster)}, {setting.prices.precision}, {setting.optimizer}{by}"
 
 
-def _known(figures: Figures) -> list[str]:
+def _known(figures: CostSummary) -> list[str]:
     return [f"Kernels {known_text(figures)}."] if figures.known_from else []
 
 
-def known_text(figures: Figures) -> str:
+def known_text(figures: CostSummary) -> str:
     """Where the times of kernels come from, by their share of the compute."""
     shares = {source: share for source, share in figures.known_from.items() if round(share, 2)}
     if len(shares) == 1:

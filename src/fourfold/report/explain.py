@@ -21,9 +21,14 @@ from fourfold.report.text import WIDTH, _axes, _table, mesh_text
 from fourfold.units import bytes_text, seconds_text
 
 TERMS: dict[Category, str] = {
-    "compute": "computing", "gradient_exchange": "summing gradients", "layer_exchange": "exchanging activations",
-    "halo": "exchanging borders", "pipeline": "waiting for other stages", "update": "updating weights", "other": "the rest",
-}  # fmt: skip
+    "compute": "computing",
+    "gradient_exchange": "summing gradients",
+    "layer_exchange": "exchanging activations",
+    "halo": "exchanging borders",
+    "pipeline": "waiting for other stages",
+    "update": "updating weights",
+    "other": "the rest",
+}
 SEEN = 0.02  # of the step: less is not told
 FINDINGS = 6
 
@@ -38,7 +43,7 @@ def explanation_text(told: Explanation, *, model: str) -> RenderableType:
     memory = f"{bytes_text(peak.peak_bytes)} of {bytes_text(peak.capacity)} on the fullest device"
     parts: list[RenderableType] = [Text(head), Text(f"{step}, {memory}."), Text("")]
     parts += [Text(line) for line in _spent(plan)]
-    parts += [Text(""), Text("How layers are split"), split_table(plan.pipeline, _axes(plan.pipeline))]
+    parts += [Text(""), Text("How layers are split"), split_table(plan.lowered, _axes(plan.lowered))]
     if told.against:
         why = [line for against in told.against for line in _why_not(plan, against)]
         parts += [Text(""), Text("Why not another"), *map(Text, why)]
@@ -114,14 +119,26 @@ def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
         "peak_bytes": plan.prediction.peak_bytes,
         "capacity_bytes": int(plan.prediction.capacity),
         "against": [
-            {"strategy": a.other.plan.strategy, "mesh": mesh_text(a.other.plan), "step_seconds": a.other.seconds,
-             "longer_seconds": dict(a.terms)} for a in told.against
+            {
+                "strategy": a.other.plan.strategy,
+                "mesh": mesh_text(a.other.plan),
+                "step_seconds": a.other.seconds,
+                "longer_seconds": dict(a.terms),
+            }
+            for a in told.against
         ],
-        "findings": [{"name": f.name, "kind": f.kind, "where": f.where, "text": f.text, "numbers": dict(f.numbers)}
-                     for f in told.findings],
+        "findings": [
+            {"name": f.name, "kind": f.kind, "where": f.where, "text": f.text, "numbers": dict(f.numbers)}
+            for f in told.findings
+        ],
         "changes": [
-            {"change": c.change, "strategy": c.best.plan.strategy if c.best is not None else None,
-             "mesh": mesh_text(c.best.plan) if c.best is not None else None,
-             "step_seconds": c.best.seconds if c.best is not None else None, "reason": c.reason} for c in told.changes
+            {
+                "change": c.change,
+                "strategy": c.best.plan.strategy if c.best is not None else None,
+                "mesh": mesh_text(c.best.plan) if c.best is not None else None,
+                "step_seconds": c.best.seconds if c.best is not None else None,
+                "reason": c.reason,
+            }
+            for c in told.changes
         ],
-    }  # fmt: skip
+    }

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.cost_summary import Figures, Setting
-from fourfold.plans import Pipeline, Plan, Program
+from fourfold.oracle.cost_summary import CostSummary, Setting
+from fourfold.plans import LoweredPlan, Plan, Program
 from fourfold.report.costs import cost_record, cost_text, setting_record
 from fourfold.report.record import work_record
 from fourfold.report.stages import options_text, ranks_text, schedule_lines, stage_facts
@@ -23,13 +23,13 @@ from fourfold.units import bytes_text
 class Outlook:
     """What a plan would cost, and where."""
 
-    figures: Figures
+    figures: CostSummary
     setting: Setting
 
 
 def plan_record(
-    plan: Plan, program: Pipeline, outlook: Outlook | None, *, seconds: float, file: str | None, trace: str | None
-) -> dict[str, Any]:  # fmt: skip
+    plan: Plan, program: LoweredPlan, outlook: Outlook | None, *, seconds: float, file: str | None, trace: str | None
+) -> dict[str, Any]:
     """`plan --json`: one candidate. Without an outlook its cost fields are null."""
     figures = outlook.figures if outlook is not None else None
     feasible = figures is None or figures.feasible
@@ -46,7 +46,7 @@ def plan_record(
     }
 
 
-def candidate_record(plan: Plan, program: Pipeline, figures: Figures | None) -> dict[str, Any]:
+def candidate_record(plan: Plan, program: LoweredPlan, figures: CostSummary | None) -> dict[str, Any]:
     """A plan among `candidates`."""
     stages = _stages(program, figures)
     alike = len({part.stage.mesh for part in program.parts}) == 1
@@ -65,7 +65,7 @@ def candidate_record(plan: Plan, program: Pipeline, figures: Figures | None) -> 
     }
 
 
-def _stages(program: Pipeline, figures: Figures | None) -> list[dict[str, Any]]:
+def _stages(program: LoweredPlan, figures: CostSummary | None) -> list[dict[str, Any]]:
     peaks = (figures.stage_peaks if figures is not None else ()) or [None] * len(program.parts)
     return [
         {
@@ -79,7 +79,7 @@ def _stages(program: Pipeline, figures: Figures | None) -> list[dict[str, Any]]:
     ]
 
 
-def plan_text(plan: Plan, program: Pipeline, outlook: Outlook | None, *, files: Sequence[str] = ()) -> RenderableType:
+def plan_text(plan: Plan, program: LoweredPlan, outlook: Outlook | None, *, files: Sequence[str] = ()) -> RenderableType:
     """`plan`: the mesh, stages and schedule, the splits layer by layer, what stays whole, the cost; the files written."""
     axes = _axes(program)
     parts = [_head(plan, plan.model, f"batch {plan.batch}", options_text(plan), f"graph {plan.graph}")]
@@ -98,7 +98,7 @@ def plan_text(plan: Plan, program: Pipeline, outlook: Outlook | None, *, files: 
     return Group(*parts, *map(Text, [*told, *(f"written to {file}" for file in files)]))
 
 
-def _stage_table(program: Pipeline) -> Table:
+def _stage_table(program: LoweredPlan) -> Table:
     """Who has which layers, and what a stage holds and sends."""
     table = _table("stage>", "ranks", "layers", "FLOPs>", "in flight>", "weights/rank>", "sends/micro-batch>")
     facts = stage_facts(program)
@@ -112,7 +112,7 @@ def _stage_table(program: Pipeline) -> Table:
     return table
 
 
-def split_table(program: Pipeline, axes: Sequence[str]) -> Table:
+def split_table(program: LoweredPlan, axes: Sequence[str]) -> Table:
     """How layers are split, stage by stage."""
     staged = len(program.parts) > 1
     table = _table(*(["stage>"] if staged else []), "layers", *axes, "share of FLOPs>")

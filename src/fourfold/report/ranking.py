@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.text import Text
 
-from fourfold.oracle.cost_summary import figures_of
+from fourfold.oracle.cost_summary import summary_of
 from fourfold.planner import Candidate, Ranking
 from fourfold.report.costs import setting_record, setting_words
 from fourfold.report.plans import candidate_record
@@ -20,14 +20,19 @@ BAR = 20  # signs of the slowest step shown
 LONGEST = 3  # times the fastest step: bars of longer ones end open
 SIGNS = {"compute": ("█", "#"), "exchange": ("▒", "x"), "pipeline": ("░", "."), "other": ("▪", "o")}
 """By what a step is spent on: a block, and what terminals without blocks get."""
-KINDS = {"compute": "compute", "gradient_exchange": "exchange", "layer_exchange": "exchange", "halo": "exchange",
-         "pipeline": "pipeline", "update": "other", "other": "other"}  # fmt: skip
+KINDS = {
+    "compute": "compute",
+    "gradient_exchange": "exchange",
+    "layer_exchange": "exchange",
+    "halo": "exchange",
+    "pipeline": "pipeline",
+    "update": "other",
+    "other": "other",
+}
 REFUSED = 6  # reasons shown
 
 
-def ranking_record(
-    ranking: Ranking, *, model: str, top: int, file: str | None, trace: str | None
-) -> dict[str, Any]:  # fmt: skip
+def ranking_record(ranking: Ranking, *, model: str, top: int, file: str | None, trace: str | None) -> dict[str, Any]:
     """`plan --json`: the best first; `refused` are strategies that cannot be."""
     shown = ranking.candidates[:top]
     return {
@@ -37,7 +42,7 @@ def ranking_record(
         "batch": ranking.task.batch,
         "search_seconds": ranking.seconds,
         "best": 0 if ranking.best is not None else None,
-        "candidates": [candidate_record(c.plan, c.pipeline, figures_of(c.prediction)) for c in shown],
+        "candidates": [candidate_record(c.plan, c.lowered, summary_of(c.prediction)) for c in shown],
         "refused": [{"strategy": r.strategy, "reason": r.reason} for r in ranking.refusals],
         "notes": list(ranking.notes),
         "file": file,

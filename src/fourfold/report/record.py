@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fourfold.plans import Compute, Pipeline, Plan, Program
+from fourfold.plans import Compute, LoweredPlan, Plan, Program
 from fourfold.plans.spec.plan_file import plan_data
 from fourfold.report.survey import Survey
 
@@ -91,9 +91,15 @@ def foretold_record(foretold: Prediction | None) -> dict[str, Any]:
 
 
 def train_record(
-    history: History, plan: Plan, *, model: str, precision: str, optimizer: str, foretold: Prediction | None = None,
+    history: History,
+    plan: Plan,
+    *,
+    model: str,
+    precision: str,
+    optimizer: str,
+    foretold: Prediction | None = None,
     trace: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """`train --json`."""
     return {
         "version": VERSION,
@@ -121,9 +127,9 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def whole_ops(pipeline: Pipeline) -> list[Compute]:
+def whole_ops(lowered: LoweredPlan) -> list[Compute]:
     """Ops that every rank of their stage runs in full: those without a rule, and layers too thin for every axis."""
-    return [compute for part in pipeline.parts for compute in _whole_ops(part.program)]
+    return [compute for part in lowered.parts for compute in _whole_ops(part.program)]
 
 
 def _whole_ops(program: Program) -> list[Compute]:
@@ -132,7 +138,7 @@ def _whole_ops(program: Program) -> list[Compute]:
     return [*(program.replicated if wide else ()), *thin]
 
 
-def work_record(program: Pipeline) -> dict[str, Any]:
+def work_record(program: LoweredPlan) -> dict[str, Any]:
     """How much of the work is split, and what is not."""
     values, whole = program.graph.at(program.plan.batch).values, whole_ops(program)
     return {

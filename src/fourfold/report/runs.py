@@ -43,8 +43,10 @@ def read_run(path: Path, *, of: Plan) -> Run:
     fields = VERIFY if verified else TRAIN
     found = _read(table, fields)
     if found["graph"] != of.graph:
-        raise InvalidInput(f"{path} is a run of {found['model']} (graph {found['graph']}), the plan is for "
-                           f"{of.model or 'a model'} (graph {of.graph}); give runs of the plan's own model")  # fmt: skip
+        raise InvalidInput(
+            f"{path} is a run of {found['model']} (graph {found['graph']}), the plan is for "
+            f"{of.model or 'a model'} (graph {of.graph}); give runs of the plan's own model"
+        )
     return Run(
         strategy=found["strategy"],
         ranks=found["ranks"],
@@ -140,23 +142,54 @@ def _plan(table: Table, key: str) -> None:
 
 _known = _or_null(_amount)  # null: there is none, or it is no number
 CHECK: Mapping[str, Reader] = {
-    "tensor": _text, "what": _name, "step": _count(MOST_STEPS), "error": _known, "limit": _known, "holds": _flag,
-}  # fmt: skip
+    "tensor": _text,
+    "what": _name,
+    "step": _count(MOST_STEPS),
+    "error": _known,
+    "limit": _known,
+    "holds": _flag,
+}
 BOTH: Mapping[str, Reader] = {
-    "version": _count(VERSION), "model": _text, "graph": _name, "strategy": _name, "ranks": _count(MOST_RANKS),
-    "precision": _name, "optimizer": _name, "steps": _count(MOST_STEPS), "predicted_seconds": _known,
-    "predicted_interval_seconds": _or_null(_numbers(2)), "predicted_peak_bytes": _known,
-    "waiting": _or_null(_numbers(MOST_RANKS)), "nonfinite_step": _or_null(_count(MOST_STEPS)),
-}  # fmt: skip
+    "version": _count(VERSION),
+    "model": _text,
+    "graph": _name,
+    "strategy": _name,
+    "ranks": _count(MOST_RANKS),
+    "precision": _name,
+    "optimizer": _name,
+    "steps": _count(MOST_STEPS),
+    "predicted_seconds": _known,
+    "predicted_interval_seconds": _or_null(_numbers(2)),
+    "predicted_peak_bytes": _known,
+    "waiting": _or_null(_numbers(MOST_RANKS)),
+    "nonfinite_step": _or_null(_count(MOST_STEPS)),
+}
 TRAIN: Mapping[str, Reader] = {
-    **BOTH, "batch": _count(MOST_BATCH), "losses": _numbers(MOST_STEPS), "step_seconds": _amount,
-    "samples_per_second": _amount, "peak_bytes": lambda table, key: table.wholes(key, count=MOST_RANKS),
+    **BOTH,
+    "batch": _count(MOST_BATCH),
+    "losses": _numbers(MOST_STEPS),
+    "step_seconds": _amount,
+    "samples_per_second": _amount,
+    "peak_bytes": lambda table, key: table.wholes(key, count=MOST_RANKS),
     "trace": _or_null(_text),
-}  # fmt: skip
+}
 VERIFY: Mapping[str, Reader] = {
-    **BOTH, "plan": _plan, "equal": _flag, "loss_error": _known, "gradient_error": _known, "parameter_error": _known,
-    "output_error": _known, "noise_floor": _known, "worst": _check, "reference": _text, "plain_rule": _flag, "checks": _checks,
-    "split_flops_fraction": _amount, "ops_replicated": _texts, "replicated_bytes": _amount, "measured_seconds": _amount,
+    **BOTH,
+    "plan": _plan,
+    "equal": _flag,
+    "loss_error": _known,
+    "gradient_error": _known,
+    "parameter_error": _known,
+    "output_error": _known,
+    "noise_floor": _known,
+    "worst": _check,
+    "reference": _text,
+    "plain_rule": _flag,
+    "checks": _checks,
+    "split_flops_fraction": _amount,
+    "ops_replicated": _texts,
+    "replicated_bytes": _amount,
+    "measured_seconds": _amount,
     "measured_peak_bytes": _known,
-}  # fmt: skip
+}
 """What `train_record` and `verify_record` write, key by key."""

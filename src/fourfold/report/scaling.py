@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.cost_summary import Figures, Setting
+from fourfold.oracle.cost_summary import CostSummary, Setting
 from fourfold.oracle.scaling import Row, Study, fastest
 from fourfold.report.costs import assumed, cost_record, known_text, setting_record, setting_words
 from fourfold.report.text import WIDTH, _table
@@ -21,9 +21,7 @@ GAP = 3  # signs between columns
 TERMS = {"gradient_exchange": "gradients", "layer_exchange": "activations"}
 
 
-def scaling_record(
-    study: Study, rows: Sequence[Row], setting: Setting, *, model: str, trace: str | None
-) -> dict[str, Any]:  # fmt: skip
+def scaling_record(study: Study, rows: Sequence[Row], setting: Setting, *, model: str, trace: str | None) -> dict[str, Any]:
     """`simulate --json`, in SI units. `best`: by number of devices, the index of the fastest row that fits."""
     best, counts = fastest(rows), dict.fromkeys(row.devices for row in rows)
     return {
@@ -52,9 +50,7 @@ def _row_record(row: Row) -> dict[str, Any]:
     }
 
 
-def scaling_text(
-    study: Study, rows: Sequence[Row], setting: Setting, *, model: str, trace: str | None
-) -> RenderableType:  # fmt: skip
+def scaling_text(study: Study, rows: Sequence[Row], setting: Setting, *, model: str, trace: str | None) -> RenderableType:
     """`simulate`: all strategies on all numbers of devices, the fastest of each number in detail, and what cannot be."""
     weak = study.scaling == "weak"
     parts: list[RenderableType] = [_head(study, setting, model)]
@@ -214,11 +210,11 @@ def _share(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-def _peak(figures: Figures) -> str:
+def _peak(figures: CostSummary) -> str:
     return bytes_text(figures.peak_bytes) if figures.feasible else f"({bytes_text(figures.peak_bytes)})"
 
 
-def _half(figures: Figures) -> str:
+def _half(figures: CostSummary) -> str:
     """Half the interval, relative."""
     if figures.interval is None:
         return ""
@@ -226,7 +222,7 @@ def _half(figures: Figures) -> str:
     return f"{(high - low) / 2 / figures.step_seconds:.0%}"
 
 
-def _rest(figures: Figures) -> str:
+def _rest(figures: CostSummary) -> str:
     """The largest term besides compute."""
     rest = {term: seconds for term, seconds in figures.breakdown.items() if term != "compute"}
     term = max(rest, key=lambda name: rest[name])

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from fourfold.graph.spec import ITEM_BYTES
-from fourfold.plans import Layout, Pipeline, Plan
-from fourfold.plans.lists.lowered_plan import Part
+from fourfold.plans import Layout, LoweredPlan, Plan
+from fourfold.plans.lists.lowered_plan import LoweredStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,23 +20,24 @@ class StageFacts:
     flops: int  # forward, of one micro-batch on all ranks
 
 
-def stage_facts(pipeline: Pipeline) -> tuple[StageFacts, ...]:
+def stage_facts(lowered: LoweredPlan) -> tuple[StageFacts, ...]:
     """The facts of every stage, in order."""
     return tuple(
         StageFacts(
-            in_flight=pipeline.plan.timetable.in_flight(part.index),
+            in_flight=lowered.plan.timetable.in_flight(part.index),
             parameter_bytes=_parameter_bytes(part),
-            sent_bytes=_sent_bytes(pipeline, part.index),
+            sent_bytes=_sent_bytes(lowered, part.index),
             flops=sum(compute.nest.flops for compute in part.program.computes()),
         )
-        for part in pipeline.parts
+        for part in lowered.parts
     )
 
 
-def _parameter_bytes(part: Part) -> int:
+def _parameter_bytes(part: LoweredStage) -> int:
     program = part.program
-    found = [(program.stored[p.name], program.graph.values[p.name].dtype) for p in part.graph.parameters
-             if p.name in program.stored]  # fmt: skip
+    found = [
+        (program.stored[p.name], program.graph.values[p.name].dtype) for p in part.graph.parameters if p.name in program.stored
+    ]
     return sum(_largest(layout) * ITEM_BYTES[dtype] for layout, dtype in found)
 
 
@@ -44,11 +45,11 @@ def _largest(layout: Layout) -> int:
     return math.prod(max(len(indices) for indices in own.sets) for own in layout.dims)
 
 
-def _sent_bytes(pipeline: Pipeline, stage: int) -> int:
+def _sent_bytes(lowered: LoweredPlan, stage: int) -> int:
     """Every rank of a reading stage takes what it needs once."""
-    size, total = pipeline.plan.sizes[0], 0
-    for crossing in (c for c in pipeline.crossings if c.source == stage):
-        reader = pipeline.parts[crossing.target]
+    size, total = lowered.plan.sizes[0], 0
+    for crossing in (c for c in lowered.crossings if c.source == stage):
+        reader = lowered.parts[crossing.target]
         layout, mesh = reader.slot_layout(crossing.value, size), reader.stage.mesh
         each = [math.prod(layout.local_shape(mesh.coords(rank))) for rank in range(mesh.size)]
         total += sum(each) * ITEM_BYTES[reader.graph.values[crossing.value].dtype]

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.plans import Pipeline, Plan
+from fourfold.plans import LoweredPlan, Plan
 from fourfold.plans.strategies.named import LIGHT
 from fourfold.report.record import whole_ops
 from fourfold.report.stages import options_text
@@ -106,7 +106,7 @@ def _head(plan: Plan, model: str, *rest: str) -> RenderableType:
     return Text(f"{first}, {second}" if len(first) + 2 + len(second) <= WIDTH else f"{first},\n{second}")
 
 
-def _axes(program: Pipeline) -> list[str]:
+def _axes(program: LoweredPlan) -> list[str]:
     """The axes of more than one rank, of all stages."""
     return list(dict.fromkeys(axis for part in program.parts for axis, size in part.stage.mesh.axes if size > 1))
 

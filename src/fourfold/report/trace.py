@@ -16,14 +16,19 @@ from fourfold.timeline import Event, Timeline
 MICRO = 1e6
 PREDICTED, MEASURED = 1, 2  # process ids
 WORDS = {
-    "F": "forward", "B": "backward", "receive": "receive", "send": "send", "reduce": "gradient sum", "tie": "tied gradients",
+    "F": "forward",
+    "B": "backward",
+    "receive": "receive",
+    "send": "send",
+    "reduce": "gradient sum",
+    "tie": "tied gradients",
     "wait": "wait",
-}  # fmt: skip
+}
 
 
 def trace_record(
     predicted: Timeline, measured: Timeline | None = None, *, places: Sequence[tuple[int, ...]] = ()
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A trace of one predicted step and, where there is one, of the measured step. `places`: ranks predicted together."""
     together = {ranks[0]: ranks for ranks in places}
     events = list(_process(PREDICTED, "predicted", predicted, together))

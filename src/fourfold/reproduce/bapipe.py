@@ -21,16 +21,16 @@ from fourfold.ops.nest import nest_of
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.predict import predict
 from fourfold.planner.search import replayed, search
-from fourfold.planner.search_task import Candidate, Task
-from fourfold.planner.stages.boundary_search import climbed
+from fourfold.planner.search_task import Candidate, SearchTask
+from fourfold.planner.stages.boundary_search import hill_climb
 from fourfold.planner.stages.partition import Staged
 from fourfold.planner.stages.stage_search import staged
-from fourfold.plans import Options, Plan, named, pipeline
+from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.spec.schedule_timing import Transfers, makespan
 from fourfold.reproduce.race import DDP, OPTIMIZER, Contender, Outcome, Race, between
 from fourfold.reproduce.study import Expectation, Mark, Reproduction, Steps, Table, Told, at_least, silent
-from fourfold.workload.workload import subject
+from fourfold.workload.workload import load_workload
 
 STAGES, MICROBATCHES, FORWARD, BACKWARD, TRANSFER = 4, 32, 1.0, 2.0, 0.5
 SCHEDULES: dict[str, tuple[Transfers, float, Mark]] = {
@@ -162,8 +162,13 @@ def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
     if raced:
         tables.append(_measured(raced))
     expected += list(_expected(found, raced))
-    return Reproduction(name="bapipe", title="BaPipe: balanced pipelines", tables=tuple(tables), expectations=tuple(expected),
-                        notes=tuple(notes))  # fmt: skip
+    return Reproduction(
+        name="bapipe",
+        title="BaPipe: balanced pipelines",
+        tables=tuple(tables),
+        expectations=tuple(expected),
+        notes=tuple(notes),
+    )
 
 
 def _schedules() -> tuple[Table, list[Expectation]]:
@@ -173,40 +178,43 @@ def _schedules() -> tuple[Table, list[Expectation]]:
         time = makespan(schedule, [FORWARD] * STAGES, [BACKWARD] * STAGES, TRANSFER, transfers)
         flights = " ".join(str(schedule.in_flight(stage)) for stage in range(STAGES))
         rows.append((name, f"{time:g}", flights))
-        expected.append(Expectation(what=f"{name}: time of a mini-batch", ours=f"{time:g}", paper=f"{want:g}",
-                                    mark=mark, holds=time == want))  # fmt: skip
+        expected.append(
+            Expectation(
+                what=f"{name}: time of a mini-batch", ours=f"{time:g}", paper=f"{want:g}", mark=mark, holds=time == want
+            )
+        )
     title = f"Schedules, N = {STAGES}, M = {MICROBATCHES}, F = {FORWARD:g}, B = {BACKWARD:g}, SR = {TRANSFER:g}"
     return Table(title=title, head=("schedule", "time", "micro-batches in flight by stage"), rows=tuple(rows)), expected
 
 
 @cache
 def graph_of(model: str) -> Graph:
-    return subject(model, batch=4, data=False).graph
+    return load_workload(model, batch=4, data=False).graph
 
 
 def compared(case: Case) -> Compared:
     """All of a case's contenders, replayed."""
     graph = graph_of(case.model)
     prices = known_prices(cluster_named(case.cluster, devices=case.devices), case.precision)
-    task = Task(graph=graph, batch=case.batch, setting=Setting(prices=prices, optimizer=OPTIMIZER))
+    task = SearchTask(graph=graph, batch=case.batch, setting=Setting(prices=prices, optimizer=OPTIMIZER))
     cuts = [cut for cut in staged(task, 0.0, float("inf"), few=False, mixed=False) if isinstance(cut, Staged)]
     plans = [cut.plan for cut in islice(sorted(cuts, key=lambda cut: cut.cost), REPLAYED)]
     streams = all(kind.asynchronous for kind, _ in prices.cluster.runs_in_use())
     plans = [replace(plan, schedule="1f1b-as") for plan in plans] if streams else plans
     tried = [replayed(task, plan) for plan in plans]
     first = min((c for c in tried if c.feasible), key=lambda c: c.seconds, default=min(tried, key=lambda c: c.seconds))
-    best = climbed(first, graph, partial(replayed, task))
+    best = hill_climb(first, graph, partial(replayed, task))
     data = replayed(task, named("data", graph, ranks=case.devices, batch=case.batch))
     return Compared(case=case, best=best, even=_even(task, best.plan), data=data, chosen=_chosen(task))
 
 
-def _chosen(task: Task) -> str:
+def _chosen(task: SearchTask) -> str:
     """What the planner would take, of everything."""
     best = search(task).best
     return "nothing fits" if best is None else "stages" if best.plan.stages else best.plan.strategy
 
 
-def _even(task: Task, like: Plan) -> Candidate | None:
+def _even(task: SearchTask, like: Plan) -> Candidate | None:
     """As many stages with as many layers each; None where such a cut cannot be."""
     graph = task.graph.at(task.batch)
     layers = [op.path for op in graph.ops if nest_of(op, graph).anchor and op.name in task.graph.dependent]
@@ -224,9 +232,18 @@ def _partitions(found: list[Compared]) -> Table:
     for one in found:
         plan, even = one.best.plan, one.even
         sizes = "+".join(str(len(stage.ranks)) for stage in plan.stages)
-        rows.append((one.case.words, str(one.case.batch), f"{sizes}, {plan.microbatches}", f"{1e3 * one.best.seconds:.0f}",
-                     f"{one.speedup:.2f}", "" if even is None else f"{even.seconds / one.best.seconds:.2f}",
-                     f"{one.reduction:.2f}", one.chosen))  # fmt: skip
+        rows.append(
+            (
+                one.case.words,
+                str(one.case.batch),
+                f"{sizes}, {plan.microbatches}",
+                f"{1e3 * one.best.seconds:.0f}",
+                f"{one.speedup:.2f}",
+                "" if even is None else f"{even.seconds / one.best.seconds:.2f}",
+                f"{one.reduction:.2f}",
+                one.chosen,
+            )
+        )
     head = ("case", "batch", "stages, micro", "ms", "x data", "x even", "memory", "of all")
     note = (
         "Foretold. Stages, micro: ranks of each stage, and micro-batches. x data, x even: times as fast as data parallelism "
@@ -264,15 +281,19 @@ def _deepest() -> Table:
             plan = named(strategy, graph, ranks=devices, batch=batch, options=options)
         except Error:
             return False
-        return predict(pipeline(graph, plan), prices, optimizer=OPTIMIZER).feasible
+        return predict(lower_plan(graph, plan), prices, optimizer=OPTIMIZER).feasible
 
     rows, base = [], 0
     for style in styles:
         most = deepest(partial(fits, style))
         base = base or most
         rows.append((style, str(most), f"{most / base:.1f}"))
-    return Table(title=f"The deepest GNMT, {width} wide, that {devices} V100s of 16 GB hold, batch {batch}", rows=tuple(rows),
-                 head=("style", "layers", "of data's"), note=f"In steps of {DEPTHS.step} layers, memory foretold.")  # fmt: skip
+    return Table(
+        title=f"The deepest GNMT, {width} wide, that {devices} V100s of 16 GB hold, batch {batch}",
+        rows=tuple(rows),
+        head=("style", "layers", "of data's"),
+        note=f"In steps of {DEPTHS.step} layers, memory foretold.",
+    )
 
 
 def deepest(fits: Callable[[int], bool]) -> int:
@@ -313,14 +334,32 @@ def _measured(raced: list[Raced]) -> Table:
 
 def _expected(found: list[Compared], raced: list[Raced]) -> Iterator[Expectation]:
     chosen = [one.chosen for one in found if one.case.model == "resnet50" and one.case.cluster == "abci"]
-    yield Expectation(what="resnet50 on abci needs no pipeline", ours=", ".join(chosen), paper="data parallelism",
-                      mark="remembered", holds="stages" not in chosen, chief=True)  # fmt: skip
+    yield Expectation(
+        what="resnet50 on abci needs no pipeline",
+        ours=", ".join(chosen),
+        paper="data parallelism",
+        mark="remembered",
+        holds="stages" not in chosen,
+        chief=True,
+    )
     least, where = min((one.even.seconds / one.best.seconds, one.case.words) for one in found if one.even is not None)
     yield at_least(f"no even cut is faster than the balanced one ({where})", least, 1.0, mark="unknown", unit=" x")
     every: list[Compared | Raced] = [*found, *raced]
     less, where = max((one.reduction, one.words) for one in every)
-    yield Expectation(what=f"pipelines hold less than data parallelism, the most: {where}", ours=f"{less:.3g} x less",
-                      paper=f"up to {REDUCTION:g} x", mark="read", holds=less > 1, chief=True)  # fmt: skip
+    yield Expectation(
+        what=f"pipelines hold less than data parallelism, the most: {where}",
+        ours=f"{less:.3g} x less",
+        paper=f"up to {REDUCTION:g} x",
+        mark="read",
+        holds=less > 1,
+        chief=True,
+    )
     most, where = max((one.speedup, one.words) for one in every)
-    yield Expectation(what=f"pipelines are faster than data parallelism, the most: {where}", ours=f"{most:.3g} x",
-                      paper=f"up to {SPEEDUP:g} x", mark="read", holds=most >= SPEEDUP, chief=True)  # fmt: skip
+    yield Expectation(
+        what=f"pipelines are faster than data parallelism, the most: {where}",
+        ours=f"{most:.3g} x",
+        paper=f"up to {SPEEDUP:g} x",
+        mark="read",
+        holds=most >= SPEEDUP,
+        chief=True,
+    )

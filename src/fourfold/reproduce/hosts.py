@@ -106,8 +106,10 @@ def _limit(where: str, device: str, rate: str) -> None:
 def _do(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InvalidInput(f"'{' '.join(command)}' failed with {done.returncode}: {done.stderr.strip()}; network namespaces "
-                           "need root and a kernel with veth, bridge and sch_tbf")  # fmt: skip
+        raise InvalidInput(
+            f"'{' '.join(command)}' failed with {done.returncode}: {done.stderr.strip()}; network namespaces "
+            "need root and a kernel with veth, bridge and sch_tbf"
+        )
     return done.stdout
 
 
@@ -157,8 +159,11 @@ def _run(
             for k, name in enumerate(names):
                 line = ["ip", "netns", "exec", name, *_torchrun(k, len(names)), *_resolved(command)]
                 with said[k].open("w") as out, errors[k].open("w") as err:
-                    nodes.append(subprocess.Popen(line, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=settings,
-                                                  start_new_session=True))  # fmt: skip
+                    nodes.append(
+                        subprocess.Popen(
+                            line, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=settings, start_new_session=True
+                        )
+                    )
             failed = _waited(nodes, timeout)
         finally:
             for node in nodes:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import cluster_named
 from fourfold.oracle.cost_summary import Setting
-from fourfold.planner import Task, search
+from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan
 from fourfold.plans.layout.mesh import divisors
 from fourfold.reproduce.study import Expectation, Reproduction, Table, Told, near, silent
-from fourfold.workload.workload import subject
+from fourfold.workload.workload import load_workload
 
 ALPHA = 2e-6  # seconds of a message
 BETA = 4 / 6e9  # seconds of a word: 6 GB/s
@@ -113,14 +113,18 @@ def single_grid(rows: int, columns: int) -> float:
 
 def classifier_grid(rows: int, columns: int) -> float:
     """Convolutions by batch over all, the classifier on a grid."""
-    return sum(batch_time(layer, rows * columns) if layer.convolution else grid_time(layer, rows, columns, first=False)
-               for layer in ALEXNET)  # fmt: skip
+    return sum(
+        batch_time(layer, rows * columns) if layer.convolution else grid_time(layer, rows, columns, first=False)
+        for layer in ALEXNET
+    )
 
 
 def with_domain(rows: int, columns: int) -> float:
     """Convolutions by domain over the rows and batch over the columns, the classifier on the grid."""
-    return sum(domain_time(layer, rows, columns) if layer.convolution else grid_time(layer, rows, columns, first=False)
-               for layer in ALEXNET)  # fmt: skip
+    return sum(
+        domain_time(layer, rows, columns) if layer.convolution else grid_time(layer, rows, columns, first=False)
+        for layer in ALEXNET
+    )
 
 
 def crossover(layer: Layer, *, first: bool) -> float:
@@ -138,8 +142,15 @@ PAPER: dict[int, tuple[float, tuple[int, int], float, tuple[int, int], float]] =
 }
 """By devices: pure batch; the best single grid; the best for the classifier alone. Seconds of communication an epoch."""
 CROSSOVERS = {
-    "conv1": 0.24, "conv2": 3.76, "conv3": 11.69, "conv4": 13.63, "conv5": 10.22, "FC6": 3351, "FC7": 2731, "FC8": 891,
-}  # fmt: skip
+    "conv1": 0.24,
+    "conv2": 3.76,
+    "conv3": 11.69,
+    "conv4": 13.63,
+    "conv5": 10.22,
+    "FC6": 3351,
+    "FC7": 2731,
+    "FC8": 891,
+}
 
 
 def formulas() -> tuple[list[Table], list[Expectation]]:
@@ -157,11 +168,22 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
         expected += [
             near(f"P = {devices}: pure batch, s/epoch", batch, told[0], within=0.01, mark="recomputed"),
             near(f"P = {devices}: best single grid, s/epoch", one_time, told[2], within=0.01, mark="recomputed"),
-            near(f"P = {devices}: best grid for FC, s/epoch", fc_time, told[4], within=0.01, mark="recomputed",
-                 chief=devices == DEVICES[-1]),
-            Expectation(what=f"P = {devices}: the grids", ours=f"{one} and {fc}", paper=f"{told[1]} and {told[3]}",
-                        mark="recomputed", holds=(one, fc) == (told[1], told[3])),
-        ]  # fmt: skip
+            near(
+                f"P = {devices}: best grid for FC, s/epoch",
+                fc_time,
+                told[4],
+                within=0.01,
+                mark="recomputed",
+                chief=devices == DEVICES[-1],
+            ),
+            Expectation(
+                what=f"P = {devices}: the grids",
+                ours=f"{one} and {fc}",
+                paper=f"{told[1]} and {told[3]}",
+                mark="recomputed",
+                holds=(one, fc) == (told[1], told[3]),
+            ),
+        ]
     table = Table(
         title="Communication of an epoch, seconds (AlexNet, B = 2048, alpha = 2 us, 6 GB/s)",
         head=("P", "pure batch", "best single grid", "best grid for FC only"),
@@ -171,8 +193,11 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
     )
     crossed = [(layer.name, crossover(layer, first=k == 0)) for k, layer in enumerate(ALEXNET)]
     expected += [near(f"{n}: crossover batch", value, CROSSOVERS[n], within=0.01, mark="remembered") for n, value in crossed]
-    second = Table(title="Batch below which model parallelism moves less", head=tuple(name for name, _ in crossed),
-                   rows=(tuple(f"{value:.4g}" for _, value in crossed),))  # fmt: skip
+    second = Table(
+        title="Batch below which model parallelism moves less",
+        head=tuple(name for name, _ in crossed),
+        rows=(tuple(f"{value:.4g}" for _, value in crossed),),
+    )
     return [table, second, _beyond()], expected
 
 
@@ -182,8 +207,11 @@ def _beyond() -> Table:
         grid, seconds = best(devices, with_domain)
         batch = f"{pure_batch(devices):.1f}" if devices <= BATCH else "cannot be"
         rows.append((str(devices), batch, f"{grid[0]}x{grid[1]}, {seconds:.2f}"))
-    return Table(title="Past P = B: convolutions by domain and batch, the classifier on the grid", rows=tuple(rows),
-                 head=("P", "pure batch", "best grid, s/epoch"))  # fmt: skip
+    return Table(
+        title="Past P = B: convolutions by domain and batch, the classifier on the grid",
+        rows=tuple(rows),
+        head=("P", "pure batch", "best grid, s/epoch"),
+    )
 
 
 def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
@@ -191,8 +219,16 @@ def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
     tables, expected = formulas()
     asked = _planned(told)
     gain = asked.plot["gain over data parallelism"][-1][1]
-    expected.append(Expectation(what=f"the planner beats data parallelism at P = {DEVICES[-1]}", ours=f"{gain:.2f} x",
-                                paper="about 2.5 x", mark="remembered", holds=gain > 1, chief=True))  # fmt: skip
+    expected.append(
+        Expectation(
+            what=f"the planner beats data parallelism at P = {DEVICES[-1]}",
+            ours=f"{gain:.2f} x",
+            paper="about 2.5 x",
+            mark="remembered",
+            holds=gain > 1,
+            chief=True,
+        )
+    )
     return Reproduction(
         name="integrated",
         title="Integrated model, batch and domain parallelism",
@@ -214,23 +250,35 @@ CHANGED = (
 
 
 def _planned(told: Told) -> Table:
-    seen = subject("alexnet", batch=BATCH, data=False)
+    seen = load_workload("alexnet", batch=BATCH, data=False)
     rows, gains = [], []
     for k, devices in enumerate(DEVICES):
         told(f"planning for {devices}", k, len(DEVICES))
         setting = Setting(prices=known_prices(cluster_named("cori-knl", devices=devices), "fp32"))
-        found = search(Task(graph=seen.graph, batch=BATCH, setting=setting))
+        found = search(SearchTask(graph=seen.graph, batch=BATCH, setting=setting))
         best = found.best or found.candidates[0]
         data = next(c for c in found.candidates if c.plan.strategy == "data")
         gain = data.seconds / best.seconds
         gains.append((float(devices), gain))
         high, wide = PAPER[devices][3]
-        rows.append((str(devices), f"{high}x{wide}", _words(best.plan), _classifier(best.plan), f"{best.seconds:.3f}",
-                     f"{data.seconds:.3f}",
-                     f"{gain:.2f} x"))  # fmt: skip
-    return Table(title="The same question to the planner (cori-knl, whole steps, redistribution paid)", rows=tuple(rows),
-                 head=("P", "by formulas", "plan", "classifier", "step, s", "data, s", "gain"), note=CHANGED,
-                 plot={"gain over data parallelism": tuple(gains)})  # fmt: skip
+        rows.append(
+            (
+                str(devices),
+                f"{high}x{wide}",
+                _words(best.plan),
+                _classifier(best.plan),
+                f"{best.seconds:.3f}",
+                f"{data.seconds:.3f}",
+                f"{gain:.2f} x",
+            )
+        )
+    return Table(
+        title="The same question to the planner (cori-knl, whole steps, redistribution paid)",
+        rows=tuple(rows),
+        head=("P", "by formulas", "plan", "classifier", "step, s", "data, s", "gain"),
+        note=CHANGED,
+        plot={"gain over data parallelism": tuple(gains)},
+    )
 
 
 def _words(plan: Plan) -> str:

@@ -26,9 +26,9 @@ from fourfold.oracle.paradl.layers import Layer, layers_of
 from fourfold.oracle.paradl.projection import Projection, inputs_of, project
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
-from fourfold.plans import Options, Plan, named, pipeline
+from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.reproduce.study import Expectation, Reproduction, Table, Told, at_least, near, silent
-from fourfold.workload.workload import subject
+from fourfold.workload.workload import load_workload
 
 SAMPLES = 1.28e6
 HYBRIDS = {"spatial+data": "data+spatial:space=4", "filter+data": "data+filter:model=4"}
@@ -37,8 +37,13 @@ PUBLISHED = (32, 64, 128, 256)
 PROJECTED = (4, 16, 32, 64, 128, 256, 512, 1024)
 SEGMENTS = Options(stages=4, microbatches=8)
 ACCURACY = {
-    "data": 96.10, "filter": 85.56, "channel": 73.67, "data+filter": 91.43, "data+spatial": 83.46, "pipeline": 90.22,
-}  # fmt: skip
+    "data": 96.10,
+    "filter": 85.56,
+    "channel": 73.67,
+    "data+filter": 91.43,
+    "data+spatial": 83.46,
+    "pipeline": 90.22,
+}
 """ParaDL's accuracy by strategy, percent; their mean is 86.74."""
 MEAN = 86.74
 PIPELINES = ("gpipe", "1f1b-sno", "1f1b-so")
@@ -67,7 +72,7 @@ def published() -> list[dict[str, Any]]:
 
 @cache
 def graph_of(network: Network) -> Graph:
-    return subject(network.text, batch=4, data=False).graph
+    return load_workload(network.text, batch=4, data=False).graph
 
 
 @cache
@@ -91,7 +96,7 @@ def plan_of(network: Network, strategy: str, gpus: int) -> Plan:
 def epoch(network: Network, strategy: str, gpus: int) -> float:
     """Seconds by Fourfold's own estimate."""
     plan = plan_of(network, strategy, gpus)
-    return estimate(pipeline(graph_of(network), plan), prices(gpus)).step_seconds * SAMPLES / plan.batch
+    return estimate(lower_plan(graph_of(network), plan), prices(gpus)).step_seconds * SAMPLES / plan.batch
 
 
 @cache
@@ -147,8 +152,9 @@ def _published() -> tuple[Table, list[Expectation]]:
     for row in published():
         strategy, gpus = row["strategy"], int(row["gpus"])
         formula, ours = projection(RESNET50, strategy, gpus).epoch_seconds(SAMPLES), epoch(RESNET50, strategy, gpus)
-        rows.append((str(gpus), strategy, f"{row['measured_total']:.0f}", f"{row['paradl_total']:.0f}", f"{formula:.0f}",
-                     f"{ours:.0f}"))  # fmt: skip
+        rows.append(
+            (str(gpus), strategy, f"{row['measured_total']:.0f}", f"{row['paradl_total']:.0f}", f"{formula:.0f}", f"{ours:.0f}")
+        )
     for gpus in PUBLISHED:
         expected += [
             _ranked(gpus, "measured", "Fourfold's estimate", lambda s, n: epoch(RESNET50, s, n)),
@@ -156,9 +162,16 @@ def _published() -> tuple[Table, list[Expectation]]:
         ]
     for row in published():
         if row["strategy"] == "filter" and row["gpus"] == 64:
-            expected.append(near("communication of filter on 64 by the formulas, s/epoch",
-                                 row["paradl_comm"] * (1 + off(row, "comm")), row["paradl_comm"], within=0.01, mark="read",
-                                 digits=5))  # fmt: skip
+            expected.append(
+                near(
+                    "communication of filter on 64 by the formulas, s/epoch",
+                    row["paradl_comm"] * (1 + off(row, "comm")),
+                    row["paradl_comm"],
+                    within=0.01,
+                    mark="read",
+                    digits=5,
+                )
+            )
     head = ("GPUs", "strategy", "measured by its authors", "printed projection", "formulas here", "Fourfold")
     return Table(title="ResNet-50 on ABCI, seconds an epoch", head=head, rows=tuple(rows)), expected
 
@@ -190,10 +203,17 @@ def _projected(name: str, network: Network) -> Table:
             if whose == "Fourfold" and weak(strategy) and strategy != "pipeline":
                 curves[strategy] = [(g, v) for g, v in zip(PROJECTED, values, strict=True) if v is not None]
     rows.append(("fastest", "Fourfold", *(_fastest(network, strategies, gpus) for gpus in PROJECTED)))
-    note = (f"{network.per_gpu} samples a GPU; filter and channel {network.per_gpu} in all; pipeline of 4 GPUs in 8 segments. "
-            "Empty: the strategy does not go so far.")  # fmt: skip
-    return Table(title=f"{name} on ABCI, seconds an epoch by number of GPUs", note=note, rows=tuple(rows),
-                 head=("strategy", "by", *map(str, PROJECTED)), plot=curves)  # fmt: skip
+    note = (
+        f"{network.per_gpu} samples a GPU; filter and channel {network.per_gpu} in all; pipeline of 4 GPUs in 8 segments. "
+        "Empty: the strategy does not go so far."
+    )
+    return Table(
+        title=f"{name} on ABCI, seconds an epoch by number of GPUs",
+        note=note,
+        rows=tuple(rows),
+        head=("strategy", "by", *map(str, PROJECTED)),
+        plot=curves,
+    )
 
 
 def _by_formula(network: Network, strategy: str, gpus: int) -> float:
@@ -237,8 +257,9 @@ def _limits() -> tuple[Table, list[Expectation]]:
     note = (
         "Of data parallelism and the hybrids: with the batch of 4 and 8 GPUs. Channel leaves the first layer out, as its runs."
     )
-    return Table(title="How far each strategy goes", head=("network", "strategy", "devices", "stopped by"), rows=tuple(rows),
-                 note=note), expected  # fmt: skip
+    return Table(
+        title="How far each strategy goes", head=("network", "strategy", "devices", "stopped by"), rows=tuple(rows), note=note
+    ), expected
 
 
 def shipped() -> dict[str, Any]:
@@ -256,9 +277,12 @@ def _accuracy() -> tuple[Table, list[Expectation]]:
         shown.append((strategy, str(len(mine)), f"{statistics.mean(mine):.2f}", f"{min(mine):.2f}", theirs))
     mean = statistics.mean(value for _, value in rows)
     shown.append(("all", str(len(rows)), f"{mean:.2f}", f"{min(value for _, value in rows):.2f}", f"{MEAN}"))
-    table = Table(title=f"Accuracy of predictions, percent; ours measured {kept['date']} on {kept['where']}", rows=tuple(shown),
-                  head=("strategy", "rows", "mean", "worst", "ParaDL"),
-                  note="1 - |predicted - measured| / measured, as ParaDL defines it.")  # fmt: skip
+    table = Table(
+        title=f"Accuracy of predictions, percent; ours measured {kept['date']} on {kept['where']}",
+        rows=tuple(shown),
+        head=("strategy", "rows", "mean", "worst", "ParaDL"),
+        note="1 - |predicted - measured| / measured, as ParaDL defines it.",
+    )
     return table, [at_least("mean accuracy of our predictions, %", mean, MEAN, mark="read", digits=4, chief=True), *_each(rows)]
 
 

@@ -26,9 +26,9 @@ from fourfold.runs.train import forget, holding, one_step, start
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.host.scratch import temporary_paths
-from fourfold.runtime.rank_pool import Joined, crew, is_leader
+from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
 from fourfold.workload.model_text import Case
-from fourfold.workload.workload import Subject, subject
+from fourfold.workload.workload import Workload, load_workload
 
 DDP = "ddp"
 OPTIMIZER = "momentum"
@@ -67,7 +67,7 @@ class Outcome:
 
 def local(race: Race, ranks: int) -> dict[str, Outcome]:
     """The race on ranks of this machine."""
-    with crew(ranks) as team:
+    with rank_pool(ranks) as team:
         return run(race, team)
 
 
@@ -79,9 +79,9 @@ def between(race: Race, *, count: int, rate: str) -> dict[str, Outcome]:
     return {name: Outcome(seconds=tuple(data["seconds"]), held=data["held"]) for name, data in found.items()}
 
 
-def run(race: Race, team: Ranks | Joined) -> dict[str, Outcome]:
+def run(race: Race, team: Ranks | TorchrunRanks) -> dict[str, Outcome]:
     """All contenders' steps in turn."""
-    seen = subject(race.model, batch=race.batch)
+    seen = load_workload(race.model, batch=race.batch)
     for contender in race.contenders:
         _start(contender, seen, team)
     times: dict[str, list[float]] = {contender.name: [] for contender in race.contenders}
@@ -94,7 +94,7 @@ def run(race: Race, team: Ranks | Joined) -> dict[str, Outcome]:
     return {name: Outcome(seconds=tuple(steps), held=held.get(name, {})) for name, steps in times.items()}
 
 
-def _start(contender: Contender, seen: Subject, team: Ranks | Joined) -> None:
+def _start(contender: Contender, seen: Workload, team: Ranks | TorchrunRanks) -> None:
     if contender.strategy == DDP:
         team(begin_peer, seen.case, [seen.graph.batch_dim(name) for name in (*seen.graph.inputs, *seen.graph.targets)])
         return
@@ -144,7 +144,7 @@ def main() -> None:
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])
     race = Race(**{**asked, "contenders": tuple(Contender(**c) for c in asked["contenders"])})
-    with crew(None) as team:
+    with rank_pool(None) as team:
         found = run(race, team)
         forget()
         _peer.clear()

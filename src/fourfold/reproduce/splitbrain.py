@@ -17,14 +17,14 @@ from fourfold.graph import Graph
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.oracle.cost_summary import Setting
 from fourfold.oracle.scaling import Row, Study
-from fourfold.plans import named, pipeline
+from fourfold.plans import lower_plan, named
 from fourfold.reproduce.race import OPTIMIZER, Contender, Outcome, Race, between, local
 from fourfold.reproduce.study import Expectation, Reproduction, Steps, Table, Told, at_least, near, silent
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import verify
-from fourfold.runtime.rank_pool import crew
+from fourfold.runtime.rank_pool import rank_pool
 from fourfold.units import bytes_text
-from fourfold.workload.workload import Subject, subject
+from fourfold.workload.workload import Workload, load_workload
 
 MODEL = "vgg16-cifar"
 BATCH = 32
@@ -59,13 +59,18 @@ def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
     for table, some in (_buffers(steps), _simulated(steps), _widths()):
         tables.append(table)
         expected += some
-    return Reproduction(name="splitbrain", title="SplitBrain: hybrid data and model parallelism", tables=tuple(tables),
-                        expectations=tuple(expected), notes=tuple(notes))  # fmt: skip
+    return Reproduction(
+        name="splitbrain",
+        title="SplitBrain: hybrid data and model parallelism",
+        tables=tuple(tables),
+        expectations=tuple(expected),
+        notes=tuple(notes),
+    )
 
 
 @cache
-def seen(batch: int) -> Subject:
-    return subject(MODEL, batch=batch, data=False)
+def seen(batch: int) -> Workload:
+    return load_workload(MODEL, batch=batch, data=False)
 
 
 def classifier_share(graph: Graph) -> float:
@@ -75,30 +80,52 @@ def classifier_share(graph: Graph) -> float:
 
 
 def _equality(steps: Steps) -> tuple[Table, list[Expectation]]:
-    model = subject(MODEL, batch=8)
-    reference = Reference(subject=model, optimizer=OPTIMIZER, steps=2)
+    model = load_workload(MODEL, batch=8)
+    reference = Reference(workload=model, optimizer=OPTIMIZER, steps=2)
     rows, held = [], []
     for ranks, groups in GROUPS.items():
-        with crew(ranks) as team:
+        with rank_pool(ranks) as team:
             for k in groups:
                 steps(f"comparing {ranks} ranks, K = {k}, with one device")
                 found = verify(model, model.plan(strategy(k), ranks=ranks), team, reference=reference)
                 assert found is not None
                 held.append(found.equal)
-                rows.append((str(ranks), str(k), f"{found.error('gradient'):.1e}", f"{found.error('parameter'):.1e}",
-                             "equal" if found.equal else "NOT EQUAL"))  # fmt: skip
-    table = Table(title="The numbers of one device, float64, largest relative error", rows=tuple(rows),
-                  head=("ranks", "K", "gradients", "parameters", ""))  # fmt: skip
-    return table, [Expectation(what="every K gives the numbers of one device", ours=f"{sum(held)} of {len(held)}", paper="",
-                               mark="unknown", holds=all(held), chief=True)]  # fmt: skip
+                rows.append(
+                    (
+                        str(ranks),
+                        str(k),
+                        f"{found.error('gradient'):.1e}",
+                        f"{found.error('parameter'):.1e}",
+                        "equal" if found.equal else "NOT EQUAL",
+                    )
+                )
+    table = Table(
+        title="The numbers of one device, float64, largest relative error",
+        rows=tuple(rows),
+        head=("ranks", "K", "gradients", "parameters", ""),
+    )
+    return table, [
+        Expectation(
+            what="every K gives the numbers of one device",
+            ours=f"{sum(held)} of {len(held)}",
+            paper="",
+            mark="unknown",
+            holds=all(held),
+            chief=True,
+        )
+    ]
 
 
 def _raced(steps: Steps, notes: list[str]) -> Iterator[tuple[Table, list[Expectation]]]:
     """What ranks hold, and how fast they are."""
     found: dict[tuple[str, int], dict[str, Outcome]] = {}
     for ranks, groups in GROUPS.items():
-        race = Race(model=MODEL, batch=BATCH, steps=STEPS,
-                    contenders=tuple(Contender(name=str(k), strategy=strategy(k)) for k in groups))  # fmt: skip
+        race = Race(
+            model=MODEL,
+            batch=BATCH,
+            steps=STEPS,
+            contenders=tuple(Contender(name=str(k), strategy=strategy(k)) for k in groups),
+        )
         steps(f"timing {ranks} ranks of this machine")
         found["this machine", ranks] = local(race, ranks)
         try:
@@ -111,9 +138,15 @@ def _raced(steps: Steps, notes: list[str]) -> Iterator[tuple[Table, list[Expecta
     for (where, ranks), outcomes in found.items():
         speeds = {k: BATCH / outcome.median for k, outcome in outcomes.items()}
         rows += [(where, str(ranks), k, f"{speed:.1f}", f"{speed / speeds['1']:.2f}") for k, speed in speeds.items()]
-    yield Table(title=f"Throughput, batch {BATCH}, medians of {STEPS} steps taken in turn", rows=tuple(rows),
-                head=("links", "ranks", "K", "examples/s", "of K = 1"),
-                note="Four ranks share two cores where there are no more; ranks of one machine share memory."), []  # fmt: skip
+    yield (
+        Table(
+            title=f"Throughput, batch {BATCH}, medians of {STEPS} steps taken in turn",
+            rows=tuple(rows),
+            head=("links", "ranks", "K", "examples/s", "of K = 1"),
+            note="Four ranks share two cores where there are no more; ranks of one machine share memory.",
+        ),
+        [],
+    )
 
 
 def _held(outcomes: dict[int, dict[str, Outcome]]) -> tuple[Table, list[Expectation]]:
@@ -124,12 +157,28 @@ def _held(outcomes: dict[int, dict[str, Outcome]]) -> tuple[Table, list[Expectat
             held, k = outcome.held, int(name)
             active = held["peak"] - sum(held[kind] for kind in ("parameters", "gradients", "optimizer"))
             saved = 1 - held["parameters"] / whole["parameters"]
-            rows.append((str(ranks), name, *(bytes_text(held[kind]) for kind in ("parameters", "gradients", "optimizer")),
-                         bytes_text(active), bytes_text(held["peak"]), f"{saved:.1%}",
-                         f"{1 - held['peak'] / whole['peak']:.1%}"))  # fmt: skip
+            rows.append(
+                (
+                    str(ranks),
+                    name,
+                    *(bytes_text(held[kind]) for kind in ("parameters", "gradients", "optimizer")),
+                    bytes_text(active),
+                    bytes_text(held["peak"]),
+                    f"{saved:.1%}",
+                    f"{1 - held['peak'] / whole['peak']:.1%}",
+                )
+            )
             if k > 1:
-                expected.append(near(f"{ranks} ranks, K = {k}: weights saved, f (1 - 1/K), %", 100 * saved,
-                                     100 * share * (1 - 1 / k), within=0.01, mark="remembered", chief=k == 4))  # fmt: skip
+                expected.append(
+                    near(
+                        f"{ranks} ranks, K = {k}: weights saved, f (1 - 1/K), %",
+                        100 * saved,
+                        100 * share * (1 - 1 / k),
+                        within=0.01,
+                        mark="remembered",
+                        chief=k == 4,
+                    )
+                )
     head = ("ranks", "K", "parameters", "gradients", "optimizer", "activations", "peak", "weights saved", "all saved")
     note = f"Measured, of the fullest rank; momentum SGD. f, the classifier's share of the parameters, is {share:.1%}."
     return Table(title="Bytes of a rank", head=head, rows=tuple(rows), note=note), expected
@@ -138,7 +187,7 @@ def _held(outcomes: dict[int, dict[str, Outcome]]) -> tuple[Table, list[Expectat
 def gathered(text: str, ranks: int) -> int:
     """Bytes of the largest buffer that activations are gathered into."""
     graph = seen(BATCH).graph
-    program = pipeline(graph, named(text, graph, ranks=ranks, batch=EACH * ranks)).parts[0].program
+    program = lower_plan(graph, named(text, graph, ranks=ranks, batch=EACH * ranks)).parts[0].program
     sizes = [
         math.prod(step.target.local_shape(program.mesh.coords(0))) * ITEM_BYTES[graph.values[move.value].dtype]
         for move in program.moves()
@@ -154,10 +203,14 @@ def _buffers(steps: Steps) -> tuple[Table, list[Expectation]]:
     for k in (2, 4, 8):
         once, often = gathered(f"splitbrain:k={k},passes=1", k), gathered(f"splitbrain:k={k}", k)
         rows.append((str(k), bytes_text(once), bytes_text(often), f"{once / often:.2f}"))
-        expected.append(near(f"K = {k}: the buffer of one pass is so many times smaller", once / often, k, within=0.01,
-                             mark="remembered"))  # fmt: skip
-    return Table(title=f"The largest buffer that activations are gathered into, {EACH} examples a rank", rows=tuple(rows),
-                 head=("K", "all at once", "in K passes", "times smaller")), expected  # fmt: skip
+        expected.append(
+            near(f"K = {k}: the buffer of one pass is so many times smaller", once / often, k, within=0.01, mark="remembered")
+        )
+    return Table(
+        title=f"The largest buffer that activations are gathered into, {EACH} examples a rank",
+        rows=tuple(rows),
+        head=("K", "all at once", "in K passes", "times smaller"),
+    ), expected
 
 
 def _simulated(steps: Steps) -> tuple[Table, list[Expectation]]:
@@ -175,12 +228,21 @@ def _simulated(steps: Steps) -> tuple[Table, list[Expectation]]:
         some = [study.row(strategy(k), n) for n in WORKERS if n >= k and n % k == 0]
         curves[f"K = {k}"] = [(row.devices, 100 * (row.efficiency or 0.0)) for row in some]
     best, which = max((curve[-1][1] / 100, name) for name, curve in curves.items() if name != "K = 1")
-    note = (f"Weak scaling on {CLUSTER}, whole steps; efficiency against one worker. The curves, in percent, are those of "
-            f"{EXAMPLES[-1]} examples a worker. The paper's machines are unknown, and so is its batch.")  # fmt: skip
+    note = (
+        f"Weak scaling on {CLUSTER}, whole steps; efficiency against one worker. The curves, in percent, are those of "
+        f"{EXAMPLES[-1]} examples a worker. The paper's machines are unknown, and so is its batch."
+    )
     head = ("examples a worker", "K", "step, s", "examples/s", "efficiency")
     table = Table(title=f"{WORKERS[-1]} workers, foretold", head=head, rows=tuple(rows), note=note, plot=curves)
-    return table, [at_least(f"efficiency of {WORKERS[-1]} workers, {which}, {EXAMPLES[-1]} examples each", best, EFFICIENT,
-                            mark="unknown", chief=True)]  # fmt: skip
+    return table, [
+        at_least(
+            f"efficiency of {WORKERS[-1]} workers, {which}, {EXAMPLES[-1]} examples each",
+            best,
+            EFFICIENT,
+            mark="unknown",
+            chief=True,
+        )
+    ]
 
 
 def _cells(row: Row) -> tuple[str, str, str]:
@@ -204,11 +266,17 @@ def width_saving(saved: float, k: int) -> float | None:
 def _widths() -> tuple[Table, list[Expectation]]:
     rows = []
     for name in (MODEL, "vgg16"):
-        share = classifier_share(subject(name, batch=2, data=False).graph)
+        share = classifier_share(load_workload(name, batch=2, data=False).graph)
         rows.append((f"weights saved, {name}", f"{share:.1%}", *(f"{share * (1 - 1 / k):.1%}" for k in SIMULATED[1:])))
     widths = (width_saving(SAVED, k) for k in SIMULATED[1:])
     rows.append((f"width that saves 67 %, {MODEL}", "", *("none" if w is None else f"{w:,.0f}" for w in widths)))
-    note = ("Whole networks, the classifier 4096 wide. The paper says up to 67 % of memory, not of which network. With K = 2 "
-            "no width saves more than half.")  # fmt: skip
-    return Table(title="f (1 - 1/K), and the classifier's width at which the paper's 67 % of weights are saved",
-                 rows=tuple(rows), head=("", "f", *(f"K = {k}" for k in SIMULATED[1:])), note=note), []  # fmt: skip
+    note = (
+        "Whole networks, the classifier 4096 wide. The paper says up to 67 % of memory, not of which network. With K = 2 "
+        "no width saves more than half."
+    )
+    return Table(
+        title="f (1 - 1/K), and the classifier's width at which the paper's 67 % of weights are saved",
+        rows=tuple(rows),
+        head=("", "f", *(f"K = {k}" for k in SIMULATED[1:])),
+        note=note,
+    ), []

@@ -77,11 +77,17 @@ class Reproduction:
                 for e in self.expectations
             ],
             "tables": [
-                {"title": t.title, "head": list(t.head), "rows": [list(row) for row in t.rows], "note": t.note,
-                 "plot": {name: [list(point) for point in curve] for name, curve in t.plot.items()}} for t in self.tables
+                {
+                    "title": t.title,
+                    "head": list(t.head),
+                    "rows": [list(row) for row in t.rows],
+                    "note": t.note,
+                    "plot": {name: [list(point) for point in curve] for name, curve in t.plot.items()},
+                }
+                for t in self.tables
             ],
             "notes": list(self.notes),
-        }  # fmt: skip
+        }
 
 
 def near(
@@ -89,13 +95,25 @@ def near(
 ) -> Expectation:
     """A number that should be as near as this, relative."""
     holds = abs(ours - paper) <= within * abs(paper)
-    return Expectation(what=f"{what}, within {within:.0%}", ours=f"{ours:.{digits}g}", paper=f"{paper:.{digits}g}", mark=mark,
-                       holds=holds, chief=chief)  # fmt: skip
+    return Expectation(
+        what=f"{what}, within {within:.0%}",
+        ours=f"{ours:.{digits}g}",
+        paper=f"{paper:.{digits}g}",
+        mark=mark,
+        holds=holds,
+        chief=chief,
+    )
 
 
 def at_least(
     what: str, ours: float, least: float, *, mark: Mark, digits: int = 3, unit: str = "", chief: bool = False
 ) -> Expectation:
     """A number that should not be smaller."""
-    return Expectation(what=f"{what}, at least", ours=f"{ours:.{digits}g}{unit}", paper=f"{least:.{digits}g}{unit}", mark=mark,
-                       holds=ours >= least, chief=chief)  # fmt: skip
+    return Expectation(
+        what=f"{what}, at least",
+        ours=f"{ours:.{digits}g}{unit}",
+        paper=f"{least:.{digits}g}{unit}",
+        mark=mark,
+        holds=ours >= least,
+        chief=chief,
+    )

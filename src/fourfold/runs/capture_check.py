@@ -23,11 +23,11 @@ from fourfold.graph.capture import WithLoss
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Mesh, Plan
 from fourfold.runs.compare import Distances
-from fourfold.runs.comparison_run import Task, run_trial
+from fourfold.runs.comparison_run import ComparisonRun, run_steps
 from fourfold.runs.reference import PROGRAM, Reference
 from fourfold.runs.verify import Check, checks64
 from fourfold.units import bytes_text
-from fourfold.workload.workload import Subject, stored_tensors
+from fourfold.workload.workload import Workload, stored_tensors
 
 MOST_FLOPS = 2e9  # of one forward of two samples
 MOST_BYTES = 2**30  # of weights and activations of two samples in float64
@@ -37,12 +37,12 @@ Share = Callable[[Callable[[], Any]], Any]
 """Computes a value on one rank and gives it to all."""
 
 
-def refuse_together(subject: Callable[[], Subject], share: Share) -> str | None:
+def refuse_together(workload: Callable[[], Workload], share: Share) -> str | None:
     """`refuse_unfaithful` on one rank, for all of them."""
 
     def found() -> str | Error | None:
         try:
-            return refuse_unfaithful(subject())
+            return refuse_unfaithful(workload())
         except Error as error:
             return error
 
@@ -52,23 +52,23 @@ def refuse_together(subject: Callable[[], Subject], share: Share) -> str | None:
     return answer
 
 
-def refuse_unfaithful(subject: Subject) -> str | None:
+def refuse_unfaithful(workload: Workload) -> str | None:
     """Raise if the captured graph trains with other numbers than the module; the result says why that was not checked."""
-    reason = _why_not(subject)
+    reason = _why_not(workload)
     if reason is None:
-        small, others = _few(subject)
+        small, others = _few(workload)
         with restored(small):
             reason = _compare(small, others)
     return f"capture was not compared with eager PyTorch: {reason}" if reason is not None else None
 
 
-def _why_not(subject: Subject) -> str | None:
+def _why_not(workload: Workload) -> str | None:
     """Why a model is not compared, if so: where it lies, or its size."""
-    graph = subject.graph
-    devices = {tensor.device.type for tensor in (*stored_tensors(subject.case).values(), *subject.case.tensors)}
+    graph = workload.graph
+    devices = {tensor.device.type for tensor in (*stored_tensors(workload.case).values(), *workload.case.tensors)}
     if devices - {"cpu"}:
         return f"the module is on {', '.join(sorted(devices - {'cpu'}))}, and it is compared on processors only"
-    concrete = graph.at(graph.batch or min(SAMPLES, subject.batch))
+    concrete = graph.at(graph.batch or min(SAMPLES, workload.batch))
     flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
     if flops > MOST_FLOPS:
         return f"forward takes {flops:.1e} FLOPs, at most {MOST_FLOPS:.0e} are spent on it"
@@ -78,22 +78,22 @@ def _why_not(subject: Subject) -> str | None:
     return None
 
 
-def _few(subject: Subject) -> tuple[Subject, list[Tensor]]:
+def _few(workload: Workload) -> tuple[Workload, list[Tensor]]:
     """The subject with its first samples only, where the graph leaves the batch open, and others for the second step."""
-    graph, case = subject.graph, subject.case
+    graph, case = workload.graph, workload.case
     names = (*graph.inputs, *graph.targets)
     rows = [graph.batch_dim(name) if graph.batch is None else None for name in names]
-    count = min(SAMPLES, subject.batch)
+    count = min(SAMPLES, workload.batch)
     tensors = [t if d is None else t.narrow(d, 0, count) for t, d in zip(case.tensors, rows, strict=True)]
     others = [t if d is None else t.narrow(d, t.shape[d] - count, count) for t, d in zip(case.tensors, rows, strict=True)]
     others = [1.5 * t if t.is_floating_point() else t for t in others]  # another batch, however few samples there are
     inputs, targets = tensors[: len(case.inputs)], tensors[len(case.inputs) :]
     given = dict(zip(case.inputs, inputs, strict=True)) if isinstance(case.inputs, Mapping) else tuple(inputs)
-    return Subject(text=subject.text, case=case._replace(inputs=given, targets=tuple(targets)), graph=graph), others
+    return Workload(text=workload.text, case=case._replace(inputs=given, targets=tuple(targets)), graph=graph), others
 
 
-def _compare(subject: Subject, others: list[Tensor]) -> str | None:
-    reference = Reference(subject=subject, steps=_STEPS, later=(others,))
+def _compare(workload: Workload, others: list[Tensor]) -> str | None:
+    reference = Reference(workload=workload, steps=_STEPS, later=(others,))
     try:
         expected = reference.exact
     except Exception as error:  # the user's code on data of ours
@@ -103,7 +103,7 @@ def _compare(subject: Subject, others: list[Tensor]) -> str | None:
     if not all(map(np.isfinite, expected.losses)):
         return f"the loss is {expected.losses} on two samples"
     try:
-        checks = _checks(subject, reference, others)
+        checks = _checks(workload, reference, others)
     except Error:
         raise
     except Exception as error:  # a kernel that does not exist in float64, say
@@ -111,29 +111,29 @@ def _compare(subject: Subject, others: list[Tensor]) -> str | None:
     for check in sorted(checks, key=lambda check: -check.error):
         if check.error > max(TOLERANCE, check.limit):
             raise CaptureFailed(
-                f"{type(subject.case.module).__name__} as captured does not train as eager PyTorch does: in float64 "
+                f"{type(workload.case.module).__name__} as captured does not train as eager PyTorch does: in float64 "
                 f"{check.what} {check.tensor} is off by {check.error:.1e} after step {check.step}, {TOLERANCE:.0e} allowed; "
                 "look for hooks on grad_fn and for numbers that forward takes from outside of the module"
             )
     return None
 
 
-def _checks(subject: Subject, reference: Reference, others: list[Tensor]) -> list[Check]:
+def _checks(workload: Workload, reference: Reference, others: list[Tensor]) -> list[Check]:
     """The program on one rank against the module."""
-    graph = subject.graph
-    plan = Plan(graph=graph.hash, batch=subject.batch, mesh=Mesh.of(data=1))
-    task = Task(graph=graph, plan=plan, data="", steps=_STEPS)
-    got = run_trial(task, reference.start, subject.case.tensors, later=[others])
+    graph = workload.graph
+    plan = Plan(graph=graph.hash, batch=workload.batch, mesh=Mesh.of(data=1))
+    task = ComparisonRun(graph=graph, plan=plan, data="", steps=_STEPS)
+    got = run_steps(task, reference.start, workload.case.tensors, later=[others])
     distances = Distances(reference.exact, reference.start, {p.key for p in graph.parameters if p.trainable})
     checks, _, _ = checks64(distances.of(got), distances, reference)
     return checks
 
 
 @contextmanager
-def restored(subject: Subject) -> Iterator[None]:
+def restored(workload: Workload) -> Iterator[None]:
     """The module's attributes, and the random states of torch, Python and NumPy, are afterwards what they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with unchanged(WithLoss(subject.case.module, subject.case.loss)), torch.random.fork_rng(devices=[]):
+    with unchanged(WithLoss(workload.case.module, workload.case.loss)), torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:

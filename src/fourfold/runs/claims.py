@@ -35,9 +35,11 @@ def claim(owner: Any, weights: Mapping[str, Tensor], in_place: Collection[str], 
     divided = _divided(mine)
     for key, tensor in weights.items():
         if id(tensor) in divided:
-            raise Infeasible(f"'{key}' belongs to another Parallel that is still in use, and not both keep it whole: "
-                             "neither would see the other's updates; use plans that keep shared weights whole (data), put both "
-                             "losses into one module, or delete the first Parallel")  # fmt: skip
+            raise Infeasible(
+                f"'{key}' belongs to another Parallel that is still in use, and not both keep it whole: "
+                "neither would see the other's updates; use plans that keep shared weights whole (data), put both "
+                "losses into one module, or delete the first Parallel"
+            )
     _claims[owner] = mine
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.runtime.comm.exchange import is_inexact
 
 if TYPE_CHECKING:
-    from fourfold.runs.comparison_run import Trial
+    from fourfold.runs.comparison_run import RunResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,10 @@ def _wide(tensor: Tensor) -> Tensor:
 class Distances:
     """How far trials are from a reference, by kind and step."""
 
-    def __init__(self, reference: Trial, start: Mapping[str, Tensor], trainable: set[str]) -> None:
+    def __init__(self, reference: RunResult, start: Mapping[str, Tensor], trainable: set[str]) -> None:
         self.reference, self.start, self.trainable = reference, start, trainable
 
-    def of(self, trial: Trial) -> dict[tuple[str, int], Worst]:
+    def of(self, trial: RunResult) -> dict[tuple[str, int], Worst]:
         reference, last = self.reference, len(self.reference.losses)
         out = {
             ("loss", 1): _loss(trial.losses[:1], reference.losses[:1]),

@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.graph import Graph
 from fourfold.plans import Plan
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import pipeline
+from fourfold.plans.lists.lowered_plan import lower_plan
 from fourfold.runs.initial_tensors import cut
 from fourfold.runs.measure import measure
 from fourfold.runtime.comm.exchange import is_inexact
@@ -34,7 +34,7 @@ from fourfold.workload.workload import stored_tensors
 
 
 @dataclass(kw_only=True)
-class Trial:
+class RunResult:
     """What a run showed. Gradients and outputs of the first step; state after the last."""
 
     losses: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ComparisonRun:
     """One trial to run, as plain data: graph, plan, the initial state and the whole inputs in a file."""
 
     graph: Graph
@@ -68,7 +68,7 @@ def save_data(case: Case, path: Path, examples: list[Tensor] | None = None) -> d
     return state
 
 
-def runner(task: Task, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
+def runner(task: ComparisonRun, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
     """This rank's share of a task, with the whole state at hand."""
     dtypes = PRECISIONS[task.precision]
 
@@ -80,31 +80,31 @@ def runner(task: Task, state: Mapping[str, Tensor], randomness: Randomness) -> R
 
         return part
 
-    return Runner(pipeline(task.graph, task.plan), load, precision=task.precision, randomness=randomness)
+    return Runner(lower_plan(task.graph, task.plan), load, precision=task.precision, randomness=randomness)
 
 
-def run_task(task: Task) -> dict[str, Any]:
+def execute_run(task: ComparisonRun) -> dict[str, Any]:
     """Run a task on this rank; rank 0 writes the result. The answer holds small facts only."""
     data = torch.load(task.data, mmap=True, weights_only=True)
-    trial = run_trial(task, data["state"], data["inputs"])
+    trial = run_steps(task, data["state"], data["inputs"])
     if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
         with writing("what the ranks computed"):
-            save_trial(trial, task.result)
+            save_result(trial, task.result)
     return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
 
 
-def save_trial(trial: Trial, path: str) -> None:
+def save_result(trial: RunResult, path: str) -> None:
     """Write what can be compared, as plain lists and dicts of tensors; the facts travel by themselves."""
     torch.save({part.name: getattr(trial, part.name) for part in fields(trial) if part.name != "facts"}, path)
 
 
-def load_trial(path: str) -> Trial:
-    return Trial(**torch.load(path, weights_only=True))
+def load_result(path: str) -> RunResult:
+    return RunResult(**torch.load(path, weights_only=True))
 
 
-def run_trial(
-    task: Task, state: Mapping[str, Tensor], inputs: list[Tensor], *, later: Sequence[list[Tensor]] = ()
-) -> Trial:
+def run_steps(
+    task: ComparisonRun, state: Mapping[str, Tensor], inputs: list[Tensor], *, later: Sequence[list[Tensor]] = ()
+) -> RunResult:
     """The steps of a task, all with the same inputs unless those of later ones are given."""
     running = runner(task, state, Randomness(exact=True))
     names = (*task.graph.inputs, *task.graph.targets)
@@ -114,7 +114,7 @@ def run_trial(
     optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
     if optimizer is not None:
         running.follow(optimizer)
-    trial = Trial(facts={"seconds": []})
+    trial = RunResult(facts={"seconds": []})
     for step in range(task.steps):
         running.randomness.step = step
         begun = time.perf_counter()

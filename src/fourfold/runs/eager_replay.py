@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.graph import Dtype, Graph, Op
 from fourfold.graph.spec import mapped
-from fourfold.plans import Mesh, Plan, pipeline
+from fourfold.plans import Mesh, Plan, lower_plan
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels import Local, Randomness, build
@@ -48,7 +48,7 @@ class Replay(SchemaCheckMode):
         self.randomness = Randomness(exact=True)
         self.dtypes = {getattr(torch, name): dtype for name, dtype in dtypes.items()}
         local = Local(World(mesh, rank=0, device=torch.device("cpu")), self.randomness, dict(dtypes))
-        (part,) = pipeline(graph, plan).parts
+        (part,) = lower_plan(graph, plan).parts
         self._kernels = {
             size: [(s.op, build(s, local)) for s in program.steps if isinstance(s, Compute) and draws(s.op)]
             for size, program in part.programs.items()

@@ -5,7 +5,7 @@ Whoever lets go last frees them. gloo's thread may be late by as long as the sch
 profiler never sees, because profiling is per thread: the buffers then count until something else lies at their address,
 and the measured peak is high by chance (a small gpt2 under filter splitting: up to 4 % in 30 runs, then 0 in 25).
 
-So within `patience` a wait returns once no thread of gloo is running: all have let go by then. It costs time and is for
+So within `wait_for_gloo` a wait returns once no thread of gloo is running: all have let go by then. It costs time and is for
 measuring bytes alone; a run that is not measured pays nothing, and there the buffers may outlive the wait by that moment.
 """
 
@@ -25,7 +25,7 @@ _NAP = 50e-6  # seconds
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
+def wait_for_gloo() -> Iterator[None]:
     """Let every `Work.wait` of this process last until gloo's threads rest, where the system tells."""
     if not (dist.is_available() and dist.is_initialized() and os.path.isdir(_THREADS)):
         yield

@@ -8,7 +8,7 @@ the block was counted. This matters, because the profiler says nothing of a free
 before the measured one, under the same profiler, makes the gradients that the measured step drops known to it.
 
 Profiling is per thread and handed on by autograd and gloo to theirs, but what gloo's threads free after a message is
-through goes unseen: a measured step waits for them (`patience`), and so gives the same bytes each time.
+through goes unseen: a measured step waits for them (`wait_for_gloo`), and so gives the same bytes each time.
 
 Left out: memory that is not the allocator's (gloo's own buffers, shared memory, unless `held` lists tensors in it), what
 Python threads started by hand allocate, and the moment by which gloo's threads may outlast a wait in other steps.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fourfold.runs.gloo_buffers import patience
+from fourfold.runs.gloo_buffers import wait_for_gloo
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def measured_peak(
         return _cuda_peak(run, warm_up, device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces every start and stop on stderr
     gc.collect()
-    with patience(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with wait_for_gloo(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for _ in range(warm_up):
             run()
         alive = _storages(held())

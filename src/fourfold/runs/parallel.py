@@ -18,7 +18,7 @@ from fourfold.graph.capture import Loss, WithLoss, capture
 from fourfold.optimizers import ELEMENTWISE
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import lowered, pipeline
+from fourfold.plans.lists.lowered_plan import lower_plan, lowered
 from fourfold.runs.capture_check import SAMPLES, refuse_together
 from fourfold.runs.claims import claim
 from fourfold.runs.initial_tensors import cut, loader
@@ -32,7 +32,7 @@ from fourfold.timeline import Timeline
 from fourfold.workload.materialise import made_up
 from fourfold.workload.model_text import Case
 from fourfold.workload.plan_inputs import examples
-from fourfold.workload.workload import Subject, stored_tensors
+from fourfold.workload.workload import Workload, stored_tensors
 
 Named = list[tuple[str, Tensor]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
@@ -72,7 +72,7 @@ def parallelize(
     return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
 
 
-def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> Subject:
+def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> Workload:
     """The model with a few made-up samples; all of the batch where it cannot be another."""
     generator = torch.Generator().manual_seed(0)
     few = plan.batch if graph.batch is not None else min(plan.batch, 2 * SAMPLES)
@@ -82,7 +82,7 @@ def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | No
         return made_up(tensor[:few] if batched else tensor, generator)
 
     inputs, targets = pytree.tree_map(made, examples(plan, model))
-    return Subject(text="", case=Case(model, inputs, targets, loss), graph=graph)
+    return Workload(text="", case=Case(model, inputs, targets, loss), graph=graph)
 
 
 class Parallel:
@@ -102,9 +102,9 @@ class Parallel:
         self.plan, self.graph = plan, graph
         self._model, self._loss, self._seed = model, loss, seed
         self._loaded: dict[str, Tensor] = {}
-        self.pipeline = pipeline(graph, plan)
+        self.lowered = lower_plan(graph, plan)
         self._claim(device or torch.device("cpu"))
-        self._runner = Runner(self.pipeline, self._loader, device=device, randomness=Randomness(seed=seed))
+        self._runner = Runner(self.lowered, self._loader, device=device, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
         self.module = _tree(self._held())
         nothing = torch.zeros(0, device=self._runner.device, requires_grad=True)  # torch's optimizers refuse an empty list
@@ -114,7 +114,7 @@ class Parallel:
     def _claim(self, device: torch.device) -> None:
         """Say which of the module's tensors this is to train, and which of them every rank uses in place."""
         held = stored_tensors(Case(self._model, (), (), self._loss))
-        stored = self.pipeline.parts[0].program.stored if len(self.pipeline.parts) == 1 and self.plan.zero != 3 else None
+        stored = self.lowered.parts[0].program.stored if len(self.lowered.parts) == 1 and self.plan.zero != 3 else None
         used = {p.name: p.key for p in self.graph.parameters}
         in_place = {} if stored is None else {n: k for n, k in used.items() if n not in stored or not stored[n].sharded}
         weights = {key: held[key] for key in used.values()}
@@ -128,7 +128,7 @@ class Parallel:
 
     def _kept_keys(self) -> set[str]:
         """Keys of what some rank keeps for training."""
-        parts = self.pipeline.parts
+        parts = self.lowered.parts
         return {p.key for part in parts for p in part.graph.parameters if p.name in part.program.stored}
 
     def _held(self) -> dict[str, Tensor]:
@@ -140,9 +140,11 @@ class Parallel:
         programs = {index: executor.program for index, executor in self._runner.executors.items()}
         sharded = [name for index, name, _, _ in self._runner.trained() if programs[index].updates[name].sharded]
         name = type(optimizer).__name__
-        if len(self.pipeline.places) > 1 and name not in ELEMENTWISE:
-            raise InvalidInput(f"{name} is not known to update elements one by one, but ranks have the parameters of their own "
-                               f"stages alone; use one of {', '.join(ELEMENTWISE)}")  # fmt: skip
+        if len(self.lowered.places) > 1 and name not in ELEMENTWISE:
+            raise InvalidInput(
+                f"{name} is not known to update elements one by one, but ranks have the parameters of their own "
+                f"stages alone; use one of {', '.join(ELEMENTWISE)}"
+            )
         if sharded and name not in ELEMENTWISE:
             raise InvalidInput(
                 f"{name} is not known to update elements one by one, but {len(sharded)} parameters are sharded "
@@ -159,8 +161,10 @@ class Parallel:
         flat = [t for t in pytree.tree_leaves(tuple(tensors)) if isinstance(t, Tensor)]
         names = (*self.graph.inputs, *self.graph.targets)
         if len(flat) != len(names):
-            raise InvalidInput(f"{len(flat)} tensors given, the model takes {len(self.graph.inputs)} inputs and "
-                               f"{len(self.graph.targets)} targets")  # fmt: skip
+            raise InvalidInput(
+                f"{len(flat)} tensors given, the model takes {len(self.graph.inputs)} inputs and "
+                f"{len(self.graph.targets)} targets"
+            )
         return dict(zip(names, flat, strict=True))
 
     def forward_backward(self, *tensors: Any) -> Tensor:
@@ -203,7 +207,7 @@ class Parallel:
 
     def _make_evaluator(self) -> Runner:
         graph = capture(self._model, *examples(self.plan, self._model), self._loss, train=False)
-        made = lowered(graph, replace(self.plan, graph=graph.hash, recompute=()), like=self.pipeline)
+        made = lowered(graph, replace(self.plan, graph=graph.hash, recompute=()), like=self.lowered)
         trained = self._kept_keys()
 
         def load(world: World) -> FullTensor:

@@ -27,13 +27,13 @@ from fourfold.graph import Graph
 from fourfold.graph.attributes import unchanged
 from fourfold.graph.capture import WithLoss, mean_square
 from fourfold.plans import Mesh, Plan
-from fourfold.runs.comparison_run import Task, Trial, run_trial
+from fourfold.runs.comparison_run import ComparisonRun, RunResult, run_steps
 from fourfold.runs.eager_replay import NotReplayable, Replay, casts, draws
 from fourfold.runs.rounding import OtherRounding
 from fourfold.runtime.comm.exchange import is_inexact
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.precision import PRECISIONS
-from fourfold.workload.workload import Subject, stored_tensors
+from fourfold.workload.workload import Workload, stored_tensors
 
 EAGER, PROGRAM = "eager", "one rank of Fourfold"
 
@@ -42,18 +42,18 @@ EAGER, PROGRAM = "eager", "one rank of Fourfold"
 class Reference:
     """The one-process runs of one subject, each made when first asked for. The module's own state is put back after each."""
 
-    subject: Subject
+    workload: Workload
     optimizer: str = "sgd"
     steps: int = 3
     microbatches: int = 1
     later: tuple[list[Tensor], ...] = ()  # data of the steps after the first, where it is not the same
     start: dict[str, Tensor] = field(init=False)
-    _singles: dict[int, Trial] = field(init=False, default_factory=dict)
-    _rounded: dict[int, Trial] = field(init=False, default_factory=dict)
+    _singles: dict[int, RunResult] = field(init=False, default_factory=dict)
+    _rounded: dict[int, RunResult] = field(init=False, default_factory=dict)
     _others: dict[int, Reference] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start = {key: t.detach().clone() for key, t in stored_tensors(self.subject.case).items()}
+        self.start = {key: t.detach().clone() for key, t in stored_tensors(self.workload.case).items()}
 
     @cached_property
     def kind(self) -> str:
@@ -61,18 +61,18 @@ class Reference:
         if not self._draws:
             return EAGER
         try:
-            self._eager("fp64", self.start, self.subject.case.tensors, steps=1)
+            self._eager("fp64", self.start, self.workload.case.tensors, steps=1)
         except NotReplayable:
             return PROGRAM
         return EAGER
 
     @property
     def _draws(self) -> bool:
-        return any(map(draws, self.subject.graph.ops))
+        return any(map(draws, self.workload.graph.ops))
 
     def matching(self, plan: Plan) -> Reference:
         """The reference for a plan: this one, or one in the plan's micro-batches where they make a difference."""
-        graph = self.subject.graph
+        graph = self.workload.graph
         tracks = bool(graph.writes) or any(op.target.startswith(("aten.batch_norm", "aten.instance_norm")) for op in graph.ops)
         wanted = plan.microbatches if tracks or self._draws else 1
         if wanted == self.microbatches:
@@ -82,61 +82,76 @@ class Reference:
         return self._others[wanted]
 
     @cached_property
-    def exact(self) -> Trial:
+    def exact(self) -> RunResult:
         """In float64."""
-        return self._run("fp64", self.start, self.subject.case.tensors)
+        return self._run("fp64", self.start, self.workload.case.tensors)
 
     @cached_property
-    def perturbed(self) -> Trial:
+    def perturbed(self) -> RunResult:
         """In float64, everything that comes in moved by one unit in the last place."""
         return self._run("fp64", *self._nudged(torch.float64, seed=0))
 
-    def rounded(self, draw: int) -> Trial:
+    def rounded(self, draw: int) -> RunResult:
         """In float64, by a process that rounds otherwise."""
         if draw not in self._rounded:
             with OtherRounding(seed=draw):
-                self._rounded[draw] = self._run("fp64", self.start, self.subject.case.tensors)
+                self._rounded[draw] = self._run("fp64", self.start, self.workload.case.tensors)
         return self._rounded[draw]
 
-    def single(self, draw: int) -> Trial:
+    def single(self, draw: int) -> RunResult:
         """In float32. Draw 0 is the plain run; in the others what comes in is moved by one unit in the last place."""
         if draw not in self._singles:
-            given = (self.start, self.subject.case.tensors) if draw == 0 else self._nudged(torch.float32, seed=draw)
+            given = (self.start, self.workload.case.tensors) if draw == 0 else self._nudged(torch.float32, seed=draw)
             self._singles[draw] = self._run("fp32", *given)
         return self._singles[draw]
 
     def _nudged(self, dtype: torch.dtype, *, seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """State and data with the float inputs moved, or the parameters if all inputs are integers."""
-        tensors, state = list(self.subject.case.tensors), dict(self.start)
-        inputs = [i for i, t in enumerate(tensors[: len(self.subject.graph.inputs)]) if is_inexact(t)]
+        tensors, state = list(self.workload.case.tensors), dict(self.start)
+        inputs = [i for i, t in enumerate(tensors[: len(self.workload.graph.inputs)]) if is_inexact(t)]
         generator = torch.Generator().manual_seed(seed)
         for i in inputs:
             tensors[i] = nudged(tensors[i], dtype, generator)
         if not inputs:
-            trainable = {p.key for p in self.subject.graph.parameters if p.trainable}
+            trainable = {p.key for p in self.workload.graph.parameters if p.trainable}
             state = {k: nudged(t, dtype, generator) if k in trainable else t for k, t in state.items()}
         return state, tensors
 
-    def _run(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor]) -> Trial:
+    def _run(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor]) -> RunResult:
         if self.kind == EAGER:
             return self._eager(precision, state, tensors, steps=self.steps)
-        graph = self.subject.graph
-        plan = Plan(graph=graph.hash, batch=self.subject.batch, mesh=Mesh.of(data=1), microbatches=self.microbatches)
-        task = Task(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
-        return run_trial(task, state, tensors, later=self.later)
+        graph = self.workload.graph
+        plan = Plan(graph=graph.hash, batch=self.workload.batch, mesh=Mesh.of(data=1), microbatches=self.microbatches)
+        task = ComparisonRun(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
+        return run_steps(task, state, tensors, later=self.later)
 
-    def _eager(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor], *, steps: int) -> Trial:
-        return eager_trial(self.subject, state, tensors, precision=precision, optimizer=self.optimizer, steps=steps,
-                           microbatches=self.microbatches, later=self.later)  # fmt: skip
+    def _eager(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor], *, steps: int) -> RunResult:
+        return eager_trial(
+            self.workload,
+            state,
+            tensors,
+            precision=precision,
+            optimizer=self.optimizer,
+            steps=steps,
+            microbatches=self.microbatches,
+            later=self.later,
+        )
 
 
 def eager_trial(
-    subject: Subject, state: Mapping[str, Tensor], tensors: list[Tensor], *, precision: str, optimizer: str, steps: int,
-    microbatches: int = 1, later: Sequence[list[Tensor]] = (),
-) -> Trial:  # fmt: skip
-    """The steps of `run_trial`, by the module itself in this process."""
-    case, dtypes = subject.case, PRECISIONS[precision]
-    whole, replay = WithLoss(case.module, case.loss), replay_for(subject, precision, microbatches)
+    workload: Workload,
+    state: Mapping[str, Tensor],
+    tensors: list[Tensor],
+    *,
+    precision: str,
+    optimizer: str,
+    steps: int,
+    microbatches: int = 1,
+    later: Sequence[list[Tensor]] = (),
+) -> RunResult:
+    """The steps of `run_steps`, by the module itself in this process."""
+    case, dtypes = workload.case, PRECISIONS[precision]
+    whole, replay = WithLoss(case.module, case.loss), replay_for(workload, precision, microbatches)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
@@ -147,35 +162,35 @@ def eager_trial(
             tensor.data = cast(state[key]).clone()
             tensor.grad = None
         batches = [[cast(t) for t in (later[step - 1] if step and later else tensors)] for step in range(steps)]
-        forward = partial(_forward, whole, subject, microbatches, replay)
+        forward = partial(_forward, whole, workload, microbatches, replay)
         with unchanged(whole):
-            return _steps(whole, forward, batches, subject.graph, optimizer, replay)
+            return _steps(whole, forward, batches, workload.graph, optimizer, replay)
     finally:
         for tensor, data, grad in before.values():
             tensor.data, tensor.grad = data, grad
 
 
-def replay_for(subject: Subject, precision: str, microbatches: int = 1) -> Replay | None:
+def replay_for(workload: Workload, precision: str, microbatches: int = 1) -> Replay | None:
     """What eager runs under, where it would otherwise draw or round otherwise than the program."""
-    graph, dtypes = subject.graph, PRECISIONS[precision]
+    graph, dtypes = workload.graph, PRECISIONS[precision]
     if any(map(draws, graph.ops)) or (dtypes and (graph.constants or any(map(casts, graph.ops)))):
-        return Replay(graph, subject.batch, microbatches, dtypes)
+        return Replay(graph, workload.batch, microbatches, dtypes)
     return None
 
 
 def _forward(
-    whole: WithLoss, subject: Subject, microbatches: int, replay: Replay | None, tensors: list[Tensor]
+    whole: WithLoss, workload: Workload, microbatches: int, replay: Replay | None, tensors: list[Tensor]
 ) -> tuple[Tensor, Any]:
     """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
-    fresh, names = [t.clone() for t in tensors], subject.case.inputs  # forward may write into its inputs
+    fresh, names = [t.clone() for t in tensors], workload.case.inputs  # forward may write into its inputs
     given, targets = fresh[: len(names)], tuple(fresh[len(names) :])
     inputs: Any = dict(zip(names, given, strict=True)) if isinstance(names, Mapping) else tuple(given)
     if microbatches == 1:
         result: tuple[Tensor, Any] = whole(inputs, targets)
         return result
-    sizes = Plan(graph="", batch=subject.batch, mesh=Mesh.of(data=1), microbatches=microbatches).sizes
+    sizes = Plan(graph="", batch=workload.batch, mesh=Mesh.of(data=1), microbatches=microbatches).sizes
     flat, spec = pytree.tree_flatten(inputs)
-    dims = [subject.graph.batch_dim(name) for name in subject.graph.inputs]
+    dims = [workload.graph.batch_dim(name) for name in workload.graph.inputs]
     rows = [t.split(sizes, d) if d is not None else [t] * microbatches for t, d in zip(flat, dims, strict=True)]
     parts = []
     for m in range(microbatches):
@@ -184,7 +199,7 @@ def _forward(
             replay.microbatch(m)
         given = pytree.tree_unflatten([row[m] for row in rows], spec)
         parts.append(whole.model(**given) if isinstance(given, Mapping) else whole.model(*given))
-    along = {key: subject.graph.batch_dim(name) for key, name in _output_names(subject.graph, parts[0]).items()}
+    along = {key: workload.graph.batch_dim(name) for key, name in _output_names(workload.graph, parts[0]).items()}
     outputs = pytree.tree_map(lambda *leaves: _joined(leaves, along.get(id(leaves[0])), replay), *parts)
     return (whole.loss(outputs, *targets) if whole.loss else mean_square(outputs)), outputs
 
@@ -201,12 +216,16 @@ def _joined(leaves: tuple[Any, ...], dim: int | None, replay: Replay | None) -> 
 
 
 def _steps(
-    whole: WithLoss, forward: Callable[[list[Tensor]], tuple[Tensor, Any]], data: list[list[Tensor]], graph: Graph,
-    optimizer: str, replay: Replay | None,
-) -> Trial:  # fmt: skip
+    whole: WithLoss,
+    forward: Callable[[list[Tensor]], tuple[Tensor, Any]],
+    data: list[list[Tensor]],
+    graph: Graph,
+    optimizer: str,
+    replay: Replay | None,
+) -> RunResult:
     parameters = [p for p in whole.parameters() if p.requires_grad]
     update = optimizer_named(optimizer)(list(parameters)) if parameters else None
-    trial = Trial()
+    trial = RunResult()
     for step, tensors in enumerate(data):
         for parameter in parameters:
             parameter.grad = None

@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans import Plan, pipeline
+from fourfold.plans import Plan, lower_plan
 from fourfold.plans.lists.lowered_plan import check_runnable
 from fourfold.runs.compare import first_bad
-from fourfold.runs.comparison_run import Task, runner, save_data
+from fourfold.runs.comparison_run import ComparisonRun, runner, save_data
 from fourfold.runs.datasets import SYNTHETIC, dataset
 from fourfold.runs.measure import Measured, measure, waiting
 from fourfold.runtime.comm.world import at_leave
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.rank_pool import Crew
+from fourfold.runtime.rank_pool import RankPool
 from fourfold.timeline import Timeline
-from fourfold.workload.workload import Subject
+from fourfold.workload.workload import Workload
 
 NOW = "now"
 """The name of a run that is alone."""
@@ -63,9 +63,9 @@ class History:
 
 
 def train(
-    subject: Subject,
+    workload: Workload,
     plan: Plan,
-    ranks: Crew,
+    ranks: RankPool,
     *,
     steps: int,
     precision: str = "fp32",
@@ -77,11 +77,11 @@ def train(
 ) -> History:
     """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds. A loss that is NaN or infinite
     ends the run, unless that is allowed."""
-    pipeline(subject.graph, plan)  # what cannot run is refused before the ranks begin
+    lower_plan(workload.graph, plan)  # what cannot run is refused before the ranks begin
     check_runnable(plan)
     losses: list[float] = []
     seconds: list[float] = []
-    start(subject, plan, ranks, precision=precision, optimizer=optimizer, seed=seed, data=data)
+    start(workload, plan, ranks, precision=precision, optimizer=optimizer, seed=seed, data=data)
     for step in range(steps):
         answers = ranks(one_step, step)
         losses.append(answers[0][0])
@@ -101,20 +101,27 @@ def train(
 
 
 def start(
-    subject: Subject, plan: Plan, ranks: Crew, *, precision: str = "fp32", optimizer: str = "sgd", seed: int = 0,
-    data: str = SYNTHETIC, name: str = NOW,
-) -> None:  # fmt: skip
+    workload: Workload,
+    plan: Plan,
+    ranks: RankPool,
+    *,
+    precision: str = "fp32",
+    optimizer: str = "sgd",
+    seed: int = 0,
+    data: str = SYNTHETIC,
+    name: str = NOW,
+) -> None:
     """Let the ranks begin to train by a plan; under different names several can take turns."""
     with temporary_paths(1) as (file,):
-        save_data(subject.case, file, dataset(data, subject))
-        task = Task(graph=subject.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer)
+        save_data(workload.case, file, dataset(data, workload))
+        task = ComparisonRun(graph=workload.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer)
         ranks(begin, task, seed, name)
 
 
 class Trainer:
     """One rank's share of a training run."""
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: ComparisonRun, seed: int) -> None:
         data = torch.load(task.data, mmap=True, weights_only=True)
         self.names = (*task.graph.inputs, *task.graph.targets)
         self.batched = [task.graph.batch_dim(name) is not None or task.graph.batch is not None for name in self.names]
@@ -191,7 +198,7 @@ def _like(example: Tensor, generator: torch.Generator) -> Tensor:
 _running: dict[str, Trainer] = {}  # of this process: a rank is told its task once, then to go step by step
 
 
-def begin(task: Task, seed: int, name: str = NOW) -> None:
+def begin(task: ComparisonRun, seed: int, name: str = NOW) -> None:
     """Bind the task to this rank."""
     _running.pop(name, None)
     _running[name] = Trainer(task, seed)

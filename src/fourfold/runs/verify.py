@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.errors import InvalidInput, nearest
-from fourfold.plans import Pipeline, Plan, pipeline
+from fourfold.plans import LoweredPlan, Plan, lower_plan
 from fourfold.plans.lists.lowered_plan import check_runnable
 from fourfold.runs.compare import Distances, Worst, first_bad
-from fourfold.runs.comparison_run import Task, Trial, load_trial, run_task, save_data
+from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, load_result, save_data
 from fourfold.runs.measure import waiting
 from fourfold.runs.reference import Reference
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.host.scratch import temporary_paths
-from fourfold.runtime.rank_pool import Crew, check_count
-from fourfold.workload.workload import Subject
+from fourfold.runtime.rank_pool import RankPool, check_count
+from fourfold.workload.workload import Workload
 
 TIGHT = 1e-9
 DRIFT = 10.0  # times the floor, after the last step
@@ -67,7 +67,7 @@ class Verdict:
     bad_step: int | None  # the first whose loss is NaN or infinite, on one process or by the plan
     plain: bool  # float32: within twice the distance of the one undisturbed run, floor and further runs left aside
     seconds: float
-    program: Pipeline
+    program: LoweredPlan
     peaks: tuple[int, ...] = ()  # bytes per rank, where measured
     waiting: tuple[float, ...] = ()  # share of a step per rank, where measured and there are stages
 
@@ -85,9 +85,9 @@ class Verdict:
 
 
 def verify(
-    subject: Subject,
+    workload: Workload,
     plan: Plan,
-    ranks: Crew,
+    ranks: RankPool,
     *,
     reference: Reference,
     precision: str = "fp64",
@@ -102,13 +102,13 @@ def verify(
     """
     check_request(precision=precision, optimizer=reference.optimizer, steps=reference.steps)
     check_count(plan, ranks.count)
-    program = pipeline(subject.graph, plan)
+    program = lower_plan(workload.graph, plan)
     check_runnable(plan)
     reference = reference.matching(plan)
     with temporary_paths(2, folder) as (data, result):
-        save_data(subject.case, data)
-        task = Task(
-            graph=subject.graph,
+        save_data(workload.case, data)
+        task = ComparisonRun(
+            graph=workload.graph,
             plan=plan,
             data=str(data),
             precision=precision,
@@ -118,12 +118,12 @@ def verify(
             measured=measured,
         )
         say(f"running {reference.steps} steps on {ranks.count} ranks")
-        facts = ranks(run_task, task)
+        facts = ranks(execute_run, task)
         if not result.stat().st_size:
             return None
-        got = load_trial(str(result))
+        got = load_result(str(result))
     say("running the reference on one process")
-    checks, floor, plain = _checks(got, reference, precision, {p.key for p in subject.graph.parameters if p.trainable})
+    checks, floor, plain = _checks(got, reference, precision, {p.key for p in workload.graph.parameters if p.trainable})
     seconds = statistics.median(max(step) for step in zip(*(f["seconds"] for f in facts), strict=True))
     extra = [f["measured"] for f in facts] if measured else []
     return Verdict(
@@ -148,7 +148,7 @@ def check_request(*, precision: str, optimizer: str, steps: int) -> None:
         raise InvalidInput(f"--steps {steps}; use at least 1")
 
 
-def _checks(got: Trial, reference: Reference, precision: str, trainable: set[str]) -> tuple[list[Check], float, bool]:
+def _checks(got: RunResult, reference: Reference, precision: str, trainable: set[str]) -> tuple[list[Check], float, bool]:
     exact = Distances(reference.exact, reference.start, trainable)
     mine = exact.of(got)
     if precision == "fp64":
@@ -164,9 +164,7 @@ def _checks(got: Trial, reference: Reference, precision: str, trainable: set[str
     return checks, max(own.values()), plain
 
 
-def checks64(
-    mine: Mapping[tuple[str, int], Worst], exact: Distances, reference: Reference
-) -> tuple[list[Check], float, bool]:
+def checks64(mine: Mapping[tuple[str, int], Worst], exact: Distances, reference: Reference) -> tuple[list[Check], float, bool]:
     """Held to the drift of moved inputs and, where that does not do, of other rounding."""
     drift = {key: w.error for key, w in exact.of(reference.perturbed).items()}
     limits = {key: _limit64(key, error, reference) for key, error in drift.items()}

@@ -24,7 +24,7 @@ MEETING_SECONDS = 0.02  # between two looks at who has come up
 T = TypeVar("T")
 
 
-class Crew(Protocol):
+class RankPool(Protocol):
     """Ranks that run functions together."""
 
     count: int
@@ -32,7 +32,7 @@ class Crew(Protocol):
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
-class Joined:
+class TorchrunRanks:
     """This process as one rank of a group that torchrun started."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Joined:
             store = dist.PrefixStore("fourfold", store)  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self.count, timeout=TIMEOUT)
 
-    def __enter__(self) -> Joined:
+    def __enter__(self) -> TorchrunRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -101,7 +101,7 @@ def is_leader() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def crew(count: int | None, *, timeout: float = 3600.0) -> Ranks | Joined:
+def rank_pool(count: int | None, *, timeout: float = 3600.0) -> Ranks | TorchrunRanks:
     """The ranks to run on: those of torchrun if it started us, else `count` local ones.
 
     The timeout is for a rank lost in computing; one that waits for another in vain fails by that collective's own.
@@ -110,7 +110,7 @@ def crew(count: int | None, *, timeout: float = 3600.0) -> Ranks | Joined:
         size = int(os.environ["WORLD_SIZE"])
         if count is not None and count != size:
             raise InvalidInput(f"--ranks {count} under a torchrun of {size} processes; leave --ranks out or make them agree")
-        return Joined()
+        return TorchrunRanks()
     if count is None:
         raise InvalidInput("how many ranks? give --ranks N, or start under torchrun")
     if count < 1:
@@ -118,7 +118,7 @@ def crew(count: int | None, *, timeout: float = 3600.0) -> Ranks | Joined:
     return Ranks(count, timeout=timeout)
 
 
-def share(ranks: Ranks | Joined, compute: Callable[[], T]) -> T:
+def share(ranks: Ranks | TorchrunRanks, compute: Callable[[], T]) -> T:
     """A value the leader computes and everyone gets; with local ranks, simply the value."""
     if isinstance(ranks, Ranks):
         return compute()
@@ -142,5 +142,6 @@ def check_count(plan: Plan, count: int) -> None:
     """Refuse to run a plan on another number of ranks than it was made for."""
     if plan.size != count:
         what = f"the plan's {len(plan.stages)} stages have" if plan.stages else f"the plan's mesh {plan.mesh} has"
-        raise InvalidInput(f"{what} {plan.size} ranks, {count} are asked to run it; "
-                           f"use {plan.size} ranks or plan for {count} devices")  # fmt: skip
+        raise InvalidInput(
+            f"{what} {plan.size} ranks, {count} are asked to run it; use {plan.size} ranks or plan for {count} devices"
+        )

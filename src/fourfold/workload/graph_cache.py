@@ -19,7 +19,7 @@ import fourfold
 from fourfold.cluster.cache import cache_folder, read_cached, write_cached
 from fourfold.errors import InvalidInput
 from fourfold.graph.graph_file import VERSION, graph_data, graph_from
-from fourfold.workload.sketch import Sketch
+from fourfold.workload.model_graph import ModelGraph
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
@@ -29,28 +29,29 @@ SOURCES = ("models/*.py", "graph/*.py")
 """What decides which graph a built-in model becomes."""
 
 
-def sketch(text: str, *, batch: int | None = None) -> Sketch:
+def model_graph(text: str, *, batch: int | None = None) -> ModelGraph:
     """From the cache, or captured."""
     file = _sketch_file(text, batch) if ":" not in text.partition(",")[0] else None
     known = _known_sketch(file, text) if file is not None else None
     if known is not None:
         return known
-    from fourfold.workload.workload import subject
+    from fourfold.workload.workload import load_workload
 
-    made = subject(text, batch=batch, data=False).sketch
+    made = load_workload(text, batch=batch, data=False).model_graph
     if file is not None:
         with suppress(InvalidInput):  # a folder that cannot be written to
             keep_graph(made.graph)
-            write_cached(file, VERSION, {"text": text, "batch": made.batch, "graph": made.graph.hash,
-                                         "signature": made.signature})  # fmt: skip
+            write_cached(
+                file, VERSION, {"text": text, "batch": made.batch, "graph": made.graph.hash, "signature": made.signature}
+            )
     return made
 
 
-def workload(file: Path, plan: Plan, model: str | None) -> tuple[Graph, str]:
+def graph_of_plan(file: Path, plan: Plan, model: str | None) -> tuple[Graph, str]:
     """The graph a plan was made for, and what to call its model. What the file names as its model is a text and no more: the
     graph comes from the MODEL of the command line or, by its content hash, from the cache."""
     if model is not None:
-        graph, name = sketch(model, batch=plan.batch).graph, model
+        graph, name = model_graph(model, batch=plan.batch).graph, model
     else:
         known = kept_graph(plan.graph)
         if known is None:
@@ -76,13 +77,15 @@ def kept_graph(content: str) -> Graph | None:
     return None
 
 
-def _known_sketch(file: Path, text: str) -> Sketch | None:
+def _known_sketch(file: Path, text: str) -> ModelGraph | None:
     data = read_cached(file, VERSION)
     if data is None or data.get("text") != text:
         return None
     graph = kept_graph(str(data.get("graph")))
     with suppress(KeyError):
-        return Sketch(text=text, batch=data["batch"], graph=graph, signature=data["signature"]) if graph is not None else None
+        return (
+            ModelGraph(text=text, batch=data["batch"], graph=graph, signature=data["signature"]) if graph is not None else None
+        )
     return None
 
 

@@ -11,13 +11,13 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import WithLoss, capture
 from fourfold.plans import Options, Plan
 from fourfold.workload.materialise import materialise
+from fourfold.workload.model_graph import ModelGraph
 from fourfold.workload.model_text import Case, build
 from fourfold.workload.plan_inputs import signature_of
-from fourfold.workload.sketch import Sketch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Workload:
     """A MODEL text, the case it names and its graph."""
 
     text: str
@@ -34,20 +34,22 @@ class Subject:
         return self.text.partition(",")[0]
 
     @property
-    def sketch(self) -> Sketch:
+    def model_graph(self) -> ModelGraph:
         """All of it that plans depend on."""
         signature = signature_of(self.case.inputs, self.case.targets)
-        return Sketch(text=self.text, batch=self.batch, graph=self.graph, signature=signature)
+        return ModelGraph(text=self.text, batch=self.batch, graph=self.graph, signature=signature)
 
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
-        return self.sketch.plan(strategy, ranks=ranks, options=options)
+        return self.model_graph.plan(strategy, ranks=ranks, options=options)
 
     def adopted(self, plan: Plan) -> Plan:
         """A plan made for this model, in whatever precision, as one of this graph."""
-        return self.sketch.adopted(plan)
+        return self.model_graph.adopted(plan)
 
 
-def subject(text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None) -> Subject:
+def load_workload(
+    text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None
+) -> Workload:
     """Build and capture. Without `data`, shapes are enough: built-ins are made on meta and allocate nothing."""
     case = build(text, batch=batch, seed=seed, meta=not data)
     if data:
@@ -55,7 +57,7 @@ def subject(text: str, *, batch: int | None = None, seed: int = 0, data: bool = 
     captured = graph or capture(case.module, case.inputs, case.targets, case.loss)
     if captured.batch is not None and captured.batch != case.batch:
         raise InvalidInput(f"{text} fixes its batch at {captured.batch}, {case.batch} asked for; use --batch {captured.batch}")
-    return Subject(text=text, case=case, graph=captured)
+    return Workload(text=text, case=case, graph=captured)
 
 
 def stored_tensors(case: Case) -> dict[str, Tensor]:

@@ -13,14 +13,14 @@ from fourfold.oracle.findings.finding import (
     EXCHANGE_SHARE,
     IMBALANCE,
     UPDATE_SHARE,
-    Case,
     Finding,
+    FindingContext,
     layer_of,
 )
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.items import CATEGORIES, Category, Item
 from fourfold.oracle.time.stage_comm import groups_along
-from fourfold.plans.lists.lowered_plan import Part
+from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.units import bytes_text, seconds_text
 
 Layers = dict[tuple[str, int], tuple[float, float]]
@@ -28,25 +28,29 @@ Layers = dict[tuple[str, int], tuple[float, float]]
 STATISTICS_LABEL = " statistics"
 
 
-def bottlenecks(case: Case) -> Iterator[Finding]:
+def bottlenecks(case: FindingContext) -> Iterator[Finding]:
     """Every bottleneck above its threshold, in the order of ParaDL's list."""
     for find in (gradient_exchange, layer_exchange, halo, congestion, weight_update, imbalance, bubble):
         yield from find(case)
 
 
-def gradient_exchange(case: Case) -> Iterator[Finding]:
+def gradient_exchange(case: FindingContext) -> Iterator[Finding]:
     """Sums of gradients, and weights gathered under ZeRO-3."""
     layers: Layers = {}
     for part in case.parts:
         for layer, (seconds, size) in _gradients(case, part).items():
             layers[layer, part.index] = seconds, size
     yield from _exchange(
-        case, "gradient_exchange", "gradient-exchange", "gradient exchange", layers,
+        case,
+        "gradient_exchange",
+        "gradient-exchange",
+        "gradient exchange",
+        layers,
         "give each rank more examples, divide the large weights (filter, splitbrain) or use fewer replicas",
-    )  # fmt: skip
+    )
 
 
-def layer_exchange(case: Case) -> Iterator[Finding]:
+def layer_exchange(case: FindingContext) -> Iterator[Finding]:
     """Activations gathered and summed between layers: what filter and channel splits pay, O(B sum |y|)."""
     layers = _layers(case, "layer_exchange")
     norms = sum(seconds for (layer, _), (seconds, _) in layers.items() if layer.endswith(STATISTICS_LABEL))
@@ -56,15 +60,19 @@ def layer_exchange(case: Case) -> Iterator[Finding]:
     yield from _exchange(case, "layer_exchange", "layer-exchange", "exchange between layers", layers, remedy)
 
 
-def halo(case: Case) -> Iterator[Finding]:
+def halo(case: FindingContext) -> Iterator[Finding]:
     """Border rows sent from rank to rank."""
     yield from _exchange(
-        case, "halo", "halo-exchange", "point-to-point exchange of halos", _layers(case, "halo"),
+        case,
+        "halo",
+        "halo-exchange",
+        "point-to-point exchange of halos",
+        _layers(case, "halo"),
         "use fewer ranks on the domain, keep them within a node, or split another dim",
-    )  # fmt: skip
+    )
 
 
-def _exchange(case: Case, term: Category, name: str, what: str, layers: Layers, remedy: str) -> Iterator[Finding]:
+def _exchange(case: FindingContext, term: Category, name: str, what: str, layers: Layers, remedy: str) -> Iterator[Finding]:
     seconds = case.estimate.breakdown[term]
     share = seconds / case.step if case.step else 0.0
     if share < EXCHANGE_SHARE or not layers:
@@ -82,18 +90,18 @@ def _exchange(case: Case, term: Category, name: str, what: str, layers: Layers, 
     )
 
 
-def _layers(case: Case, term: Category) -> Layers:
+def _layers(case: FindingContext, term: Category) -> Layers:
     out: Layers = {}
     for part in case.parts:
         for item, times in case.items(part):
             if item.category == term:
                 key = layer_of(part, item.label), part.index
                 seconds, size = out.get(key, (0.0, 0.0))
-                out[key] = seconds + times * item.seconds, size + times * item.size * item.meets
+                out[key] = seconds + times * item.seconds, size + times * item.size * item.is_blocking
     return out
 
 
-def _gradients(case: Case, part: Part) -> dict[str, tuple[float, float]]:
+def _gradients(case: FindingContext, part: LoweredStage) -> dict[str, tuple[float, float]]:
     """By parameter: items that carry one, and those that carry many, told apart in proportion to bytes."""
     items = [(item, times) for item, times in case.items(part) if item.category == "gradient_exchange"]
     carried = {axes: _carried(part, axes) for axes in {item.axes for item, _ in items}}
@@ -102,11 +110,11 @@ def _gradients(case: Case, part: Part) -> dict[str, tuple[float, float]]:
         one = item.label in part.graph.values
         for name, share in {item.label: 1.0}.items() if one else carried[item.axes].items():
             seconds, size = out.get(name, (0.0, 0.0))
-            out[name] = seconds + share * times * item.seconds, size + share * times * item.size * item.meets
+            out[name] = seconds + share * times * item.seconds, size + share * times * item.size * item.is_blocking
     return {layer_of(part, name): found for name, found in out.items()}
 
 
-def _carried(part: Part, axes: tuple[str, ...]) -> dict[str, float]:
+def _carried(part: LoweredStage, axes: tuple[str, ...]) -> dict[str, float]:
     """The parameters whose gradients are summed over these axes, or that are gathered over them: shares of their bytes."""
     program, coords = part.program, part.program.mesh.coords(0)
     summed = [name for name, over in program.reductions.items() if over == axes]
@@ -117,7 +125,7 @@ def _carried(part: Part, axes: tuple[str, ...]) -> dict[str, float]:
     return {name: count / every for name, count in numel.items()}
 
 
-def congestion(case: Case) -> Iterator[Finding]:
+def congestion(case: FindingContext) -> Iterator[Finding]:
     """Groups of one exchange that share links: what each would take if it were alone, and what it takes."""
     shown = {term: case.shown(term) for term in CATEGORIES}
     found = []
@@ -146,11 +154,11 @@ def congestion(case: Case) -> Iterator[Finding]:
     )
 
 
-def _by_axes(case: Case, part: Part) -> dict[tuple[str, ...], list[tuple[Item, int]]]:
+def _by_axes(case: FindingContext, part: LoweredStage) -> dict[tuple[str, ...], list[tuple[Item, int]]]:
     """The exchanges of a stage by the axes of their groups, and how often a step does each."""
     out: dict[tuple[str, ...], list[tuple[Item, int]]] = {}
     for item, times in case.items(part):
-        if item.meets:
+        if item.is_blocking:
             out.setdefault(item.axes, []).append((item, times))
     return out
 
@@ -160,7 +168,7 @@ def _cost(prices: Prices, item: Item, groups: tuple[tuple[int, ...], ...]) -> fl
     return prices.collective(pattern, groups, item.size).seconds
 
 
-def weight_update(case: Case) -> Iterator[Finding]:
+def weight_update(case: FindingContext) -> Iterator[Finding]:
     """ParaDL found 11 to 13 % of the compute in the update, more with Adam."""
     update, compute = (case.estimate.breakdown[term] for term in ("update", "compute"))
     share = update / compute if compute else 0.0
@@ -176,11 +184,11 @@ def weight_update(case: Case) -> Iterator[Finding]:
     )
 
 
-def imbalance(case: Case) -> Iterator[Finding]:
+def imbalance(case: FindingContext) -> Iterator[Finding]:
     """The slowest set of ranks of a pipeline, whose stages the others wait for."""
-    if len(case.pipeline.places) < 2:
+    if len(case.lowered.places) < 2:
         return
-    work = {ranks: 0.0 for ranks in case.pipeline.places}
+    work = {ranks: 0.0 for ranks in case.lowered.places}
     for part, record in zip(case.parts, case.estimate.stages, strict=True):
         work[part.stage.ranks] += record["forward"] + record["backward"]
     slowest = max(work, key=lambda ranks: work[ranks])
@@ -201,9 +209,9 @@ def imbalance(case: Case) -> Iterator[Finding]:
     )
 
 
-def bubble(case: Case) -> Iterator[Finding]:
+def bubble(case: FindingContext) -> Iterator[Finding]:
     """Waiting for other stages: while the pipeline fills and empties, for slower stages, for transfers."""
-    places, count = len(case.pipeline.places), case.microbatches
+    places, count = len(case.lowered.places), case.microbatches
     waited = case.estimate.breakdown["pipeline"]
     if places < 2 or waited < EXCHANGE_SHARE * case.step:
         return
@@ -211,7 +219,7 @@ def bubble(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="pipeline-bubble",
         kind="bottleneck",
-        where=case.pipeline.plan.schedule,
+        where=case.lowered.plan.schedule,
         text=f"{seconds_text(waited)} of {seconds_text(case.step)} ({waited / case.step:.0%}) go by waiting for other stages, "
         f"{even:.0%} would with even stages and free transfers ({places} in turn, {count} micro-batches); use more "
         "micro-batches or fewer stages",
@@ -219,6 +227,6 @@ def bubble(case: Case) -> Iterator[Finding]:
     )
 
 
-def compute_seconds(case: Case, part: Part) -> float:
+def compute_seconds(case: FindingContext, part: LoweredStage) -> float:
     """Seconds of a step's kernels on a stage, both ways."""
     return sum(item.seconds * times for item, times in case.items(part) if item.category == "compute")

@@ -14,7 +14,7 @@ from fourfold.oracle.memory.peak import Memory
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate
 from fourfold.oracle.time.items import Category, Item
-from fourfold.plans.lists.lowered_plan import Part, Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
 
 EXCHANGE_SHARE = 0.1
 """Of the step: gradient exchange, layer exchange, halos and waiting for other stages are named from here on. Chosen, not
@@ -51,10 +51,10 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FindingContext:
     """A lowered plan with all that the oracle said of it."""
 
-    pipeline: Pipeline
+    lowered: LoweredPlan
     prices: Prices
     estimate: Estimate
     memory: Memory
@@ -65,14 +65,14 @@ class Case:
         return self.estimate.step_seconds
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.pipeline.parts
+    def parts(self) -> tuple[LoweredStage, ...]:
+        return self.lowered.parts
 
     @property
     def microbatches(self) -> int:
-        return self.pipeline.plan.microbatches
+        return self.lowered.plan.microbatches
 
-    def items(self, part: Part) -> list[tuple[Item, int]]:
+    def items(self, part: LoweredStage) -> list[tuple[Item, int]]:
         """The items of a stage, and how often a step does each."""
         often = {"F": self.microbatches, "B": self.microbatches, "sums": 1}
         return [(item, times) for kind, times in often.items() for item in self.estimate.items[part.index, kind]]
@@ -82,11 +82,11 @@ class Case:
         sent = sum(item.seconds * times for part in self.parts for item, times in self.items(part) if item.category == term)
         return min(self.estimate.breakdown[term] / sent, 1.0) if sent else 0.0
 
-    def stage(self, part: Part) -> str:
+    def stage(self, part: LoweredStage) -> str:
         return f"stage {part.index}" if len(self.parts) > 1 else "each rank"
 
 
-def layer_of(part: Part, label: str) -> str:
+def layer_of(part: LoweredStage, label: str) -> str:
     """The layer an item's label means: a parameter's name in the module, or the op that makes the value."""
     for parameter in part.graph.parameters:
         if parameter.name == label:

@@ -17,15 +17,15 @@ from fourfold.oracle.findings.finding import (
     MEMORY_SHARE,
     REPLICATED_SHARE,
     SHRINKING,
-    Case,
     Finding,
+    FindingContext,
 )
 from fourfold.oracle.findings.redundancy import Held, Shrink, held, shrinks
 from fourfold.oracle.memory.device_rules import CUDA, LARGE, ROUND
 from fourfold.oracle.memory.peak import Memory
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate
-from fourfold.plans.lists.lowered_plan import Part, Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
 from fourfold.units import bytes_text, seconds_text
 
 SMALL, SMALL_SEGMENT, MIDDLE_SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
@@ -35,18 +35,18 @@ WORDS = {"batch": "examples", "filter": "filters", "channel": "channels"}
 
 
 def findings(
-    pipeline: Pipeline, prices: Prices, estimate: Estimate, memory: Memory, *, optimizer: str = "sgd"
+    lowered: LoweredPlan, prices: Prices, estimate: Estimate, memory: Memory, *, optimizer: str = "sgd"
 ) -> tuple[Finding, ...]:
     """What limits the plan and what holds it up: limits first, bottlenecks by how much of the step they take."""
-    case = Case(pipeline=pipeline, prices=prices, estimate=estimate, memory=memory, optimizer=optimizer)
+    case = FindingContext(lowered=lowered, prices=prices, estimate=estimate, memory=memory, optimizer=optimizer)
     slow = sorted(bottlenecks(case), key=lambda finding: -finding.numbers["seconds"])
     return (*capacity(case), *scaling(case), *memory_redundancy(case), *fragmentation(case), *compute_limits(case), *slow)
 
 
-def capacity(case: Case) -> Iterator[Finding]:
+def capacity(case: FindingContext) -> Iterator[Finding]:
     """Ranks that need more than their device holds, the worst of every stage."""
     cluster = case.prices.cluster
-    for place in case.pipeline.places:
+    for place in case.lowered.places:
         peaks = [peak for peak in case.memory.peaks if peak.ranks[0] in place]
         peak = max(peaks, key=lambda peak: peak.bytes / _holds(cluster, peak.ranks))
         holds = _holds(cluster, peak.ranks)
@@ -75,7 +75,7 @@ def _remedy(kind: str) -> str:
     return "recompute, use more stages or micro-batches, more ranks, or a smaller batch"
 
 
-def scaling(case: Case) -> Iterator[Finding]:
+def scaling(case: FindingContext) -> Iterator[Finding]:
     """Axes whose split a layer stops: it has fewer filters, channels, rows or examples than a longer axis would need."""
     seen = set()
     for part in case.parts:
@@ -86,7 +86,7 @@ def scaling(case: Case) -> Iterator[Finding]:
                 yield _stopped(axis, label, extent, size, layer)
 
 
-def _thinnest(part: Part) -> dict[tuple[str, str], tuple[int, str]]:
+def _thinnest(part: LoweredStage) -> dict[tuple[str, str], tuple[int, str]]:
     """By axis and split: the layer with the smallest loop, those left whole because they are too thin among them."""
     anchors = [step for step in part.program.computes() if step.nest.anchor]
     labels = {(axis, label) for step in anchors for axis, label in step.labels().items()}
@@ -113,7 +113,7 @@ def _stopped(axis: str, label: str, extent: int, size: int, layer: str) -> Findi
     )
 
 
-def memory_redundancy(case: Case) -> Iterator[Finding]:
+def memory_redundancy(case: FindingContext) -> Iterator[Finding]:
     """Weights, state and activations that other ranks of a stage hold too, on the stage that has most."""
     by_stage = {part.index: _repeated(case, part) for part in case.parts if part.stage.mesh.size > 1}
     if not by_stage:
@@ -136,15 +136,15 @@ def memory_redundancy(case: Case) -> Iterator[Finding]:
     )
 
 
-def _repeated(case: Case, part: Part) -> dict[str, float]:
+def _repeated(case: FindingContext, part: LoweredStage) -> dict[str, float]:
     out = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), 0.0)
     for tensor in _held(case, part):
         out[tensor.kind] += tensor.repeated(part.stage.mesh.size)
     return out
 
 
-def _held(case: Case, part: Part) -> list[Held]:
-    return held(part, case.optimizer, case.pipeline.plan.timetable.in_flight(part.index), case.prices.precision)
+def _held(case: FindingContext, part: LoweredStage) -> list[Held]:
+    return held(part, case.optimizer, case.lowered.plan.timetable.in_flight(part.index), case.prices.precision)
 
 
 def _division(kind: str) -> str:
@@ -153,7 +153,7 @@ def _division(kind: str) -> str:
     return "divide them over the replicas (zero 1 for the optimizer's state, zero 3 for weights too) or by filter"
 
 
-def fragmentation(case: Case) -> Iterator[Finding]:
+def fragmentation(case: FindingContext) -> Iterator[Finding]:
     """What an allocator of segments loses at least on the tensors a rank holds; holes that freed ones leave come on top."""
     peak = case.memory.heaviest
     cluster, rank = case.prices.cluster, peak.ranks[0]
@@ -185,15 +185,15 @@ def reserved(sizes: list[int]) -> float:
     return float(-(-small // SMALL_SEGMENT) * SMALL_SEGMENT + -(-middle // MIDDLE_SEGMENT) * MIDDLE_SEGMENT + large)
 
 
-def compute_limits(case: Case) -> Iterator[Finding]:
+def compute_limits(case: FindingContext) -> Iterator[Finding]:
     """Split kernels that do not shrink with their ranks, and ops that all ranks of an axis do alike."""
-    live = case.pipeline.cut.live
+    live = case.lowered.cut.live
     every = [(part, one) for part in case.parts if part.stage.mesh.size > 1 for one in shrinks(part, case.prices, live)]
     yield from _shrinking(case, [(part, one) for part, one in every if one.split > 1])
     yield from _replicated(case, [(part, one) for part, one in every if one.copies > 1])
 
 
-def _shrinking(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]:
+def _shrinking(case: FindingContext, some: list[tuple[LoweredStage, Shrink]]) -> Iterator[Finding]:
     taken, ideal = sum(one.local for _, one in some), sum(one.whole / one.split for _, one in some)
     if not ideal or taken < SHRINKING * ideal:
         return
@@ -205,12 +205,16 @@ def _shrinking(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]
         text=f"split kernels take {taken / ideal:.1f} times an ideal division ({seconds_text(taken)} a micro-batch instead of "
         f"{seconds_text(ideal)}), most at {worst.path}: {seconds_text(worst.local)} on {worst.split} ranks each, "
         f"{seconds_text(worst.whole)} on one device; use fewer ranks for these layers or split them by batch",
-        numbers={"seconds": taken, "ideal_seconds": ideal, "factor": taken / ideal,
-                 "layer_factor": worst.local * worst.split / worst.whole if worst.whole else 1.0},
-    )  # fmt: skip
+        numbers={
+            "seconds": taken,
+            "ideal_seconds": ideal,
+            "factor": taken / ideal,
+            "layer_factor": worst.local * worst.split / worst.whole if worst.whole else 1.0,
+        },
+    )
 
 
-def _replicated(case: Case, some: list[tuple[Part, Shrink]]) -> Iterator[Finding]:
+def _replicated(case: FindingContext, some: list[tuple[LoweredStage, Shrink]]) -> Iterator[Finding]:
     wasted = case.microbatches * sum(one.repeated for _, one in some)
     whole = sum(compute_seconds(case, part) for part in case.parts)
     if not whole or wasted < REPLICATED_SHARE * whole:

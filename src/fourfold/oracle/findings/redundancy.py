@@ -19,7 +19,7 @@ from fourfold.oracle.prices.kernels import Kernel, kernel_of
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lists.lowered_plan import Part
+from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.plans.lowering.program import Compute, Program, Step, inside
 
 
@@ -44,7 +44,7 @@ class Shrink:
         return self.local * (1 - 1 / self.copies)
 
 
-def shrinks(part: Part, prices: Prices, live: frozenset[str]) -> list[Shrink]:
+def shrinks(part: LoweredStage, prices: Prices, live: frozenset[str]) -> list[Shrink]:
     """The kernels of a stage beside their whole ones. If only one of the two was measured, both are priced by formula."""
     program, rank = part.program, part.stage.ranks[0]
     coords = program.mesh.coords(0)
@@ -98,13 +98,13 @@ class Held:
         return self.count * max(self.local - self.whole / ranks, 0.0)
 
 
-def held(part: Part, optimizer: str, in_flight: int, precision: str) -> list[Held]:
+def held(part: LoweredStage, optimizer: str, in_flight: int, precision: str) -> list[Held]:
     """The tensors of a stage's first rank. `in_flight`: micro-batches between forward and backward."""
     sizes = {dtype: item_bytes(dtype, precision) for dtype in ITEM_BYTES}
     return [*_stored(part, optimizer, sizes), *_kept(part.program, in_flight, sizes)]
 
 
-def _stored(part: Part, optimizer: str, sizes: Mapping[str, int]) -> Iterator[Held]:
+def _stored(part: LoweredStage, optimizer: str, sizes: Mapping[str, int]) -> Iterator[Held]:
     program, values = part.program, part.program.graph.values
     coords = program.mesh.coords(0)
     trained = {p.name for p in program.graph.parameters if p.trainable}

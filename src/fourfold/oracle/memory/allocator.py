@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fourfold.oracle.memory.device_rules import Machine
+from fourfold.oracle.memory.device_rules import DeviceRules
 
 
 @dataclass(eq=False, slots=True)
@@ -16,10 +16,10 @@ class Block:
 
 
 @dataclass(slots=True)
-class Heap:
+class Allocator:
     """Bytes alive by kind, and what they were when their sum was largest. Sizes are those a machine's allocator counts."""
 
-    machine: Machine
+    machine: DeviceRules
     alive: dict[str, int] = field(default_factory=dict)
     total: int = 0
     peak: int = 0

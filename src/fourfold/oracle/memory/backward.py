@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fourfold.oracle.memory.allocator import Block, Heap
-from fourfold.oracle.memory.device_rules import Machine
+from fourfold.oracle.memory.allocator import Allocator, Block
+from fourfold.oracle.memory.device_rules import DeviceRules
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lists.actions import Action, Back, Rerun
 from fourfold.plans.lists.result_layout import Strided
@@ -60,13 +60,13 @@ class Node:
 
 
 @dataclass(eq=False, kw_only=True)
-class Tape:
+class BackwardMemory:
     """One rank's heap and the list of ops whose backward is to come."""
 
-    heap: Heap
+    heap: Allocator
     rank: int
     coords: Coords
-    machine: Machine
+    machine: DeviceRules
     nodes: list[Node] = field(default_factory=list)
     pending: list[Node] = field(default_factory=list)  # whose backward is to come
     turn: int = 0  # counts backwards

@@ -10,7 +10,7 @@ tensor becomes a block of its own only if it is more than `SPLIT`; else it count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class DeviceRules:
     """One kind of device.
 
     `granularity`: bytes the allocator rounds up to; `block` as in `workspace`; `gpu`: kernels are CUDA's, and so is the
@@ -30,6 +30,6 @@ class Machine:
         return size + rest if self.gpu and size >= LARGE and rest <= SPLIT else size
 
 
-CPU = Machine()
-CUDA = Machine(granularity=512, block=0, gpu=True, library=65 * 2**19)
+CPU = DeviceRules()
+CUDA = DeviceRules(granularity=512, block=0, gpu=True, library=65 * 2**19)
 """`library` as seen on an H200 with torch 2.11; GPUs before Hopper are given a quarter of it."""

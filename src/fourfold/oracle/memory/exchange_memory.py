@@ -14,34 +14,34 @@ from fourfold.plans.lists.paths import Paths
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class ExchangeMemory:
     """One step: bytes of the result (None: a view of the source) and of what else is alive until it is there."""
 
     result: int | None
     beside: int = 0
 
 
-def moving(exchange: Exchange, rank: int, item: int, paths: Paths) -> tuple[Moved, ...]:
+def exchange_memory(exchange: Exchange, rank: int, item: int, paths: Paths) -> tuple[ExchangeMemory, ...]:
     """The steps of an exchange on a rank."""
     return tuple(_moved(step, rank, item, paths) for step in exchange.steps)
 
 
-def _moved(step: Step, rank: int, item: int, paths: Paths) -> Moved:
+def _moved(step: Step, rank: int, item: int, paths: Paths) -> ExchangeMemory:
     coords = step.mesh.coords(rank)
     size = math.prod(step.target.local_shape(coords)) * item
     source = math.prod(step.source.local_shape(coords)) * item
     count = math.prod(step.mesh.extent(a) for a in step.axes)
     if step.pattern == "none":
-        return Moved(None)
+        return ExchangeMemory(None)
     if step.pattern == "local":
         return _local(step, rank, size, item)
     if step.pattern == "all_reduce":
-        return Moved(size, count * size if paths.of(step, rank, item) == "shared" else 0)  # whose rows are copied out
+        return ExchangeMemory(size, count * size if paths.of(step, rank, item) == "shared" else 0)  # whose rows are copied out
     if step.pattern == "all_gather":
         direct = paths.of(step, rank, item) == "direct"
-        return Moved(size, 0 if direct and joins(step, rank) else size)
+        return ExchangeMemory(size, 0 if direct and joins(step, rank) else size)
     if step.pattern == "reduce_scatter":
-        return Moved(size, source if joins(step, rank) else 2 * source)
+        return ExchangeMemory(size, source if joins(step, rank) else 2 * source)
     return _all_to_all(step, rank, size, item)
 
 
@@ -51,13 +51,13 @@ def joins(step: Step, rank: int) -> bool:
     return math.prod(whole.local_shape(step.mesh.coords(rank))[: step.dim]) == 1
 
 
-def _local(step: Step, rank: int, size: int, item: int) -> Moved:
+def _local(step: Step, rank: int, size: int, item: int) -> ExchangeMemory:
     shape = step.target.local_shape(step.mesh.coords(rank))
     gives = [t for t in transfers(step, rank, incoming=False) if t.peer == rank]
     if len(gives) == 1 and gives[0].shape == shape:
         held = step.source.local_shape(step.mesh.coords(rank))
-        return Moved(None if _run(gives[0], held) else size, max(0, item * _joining(gives[0], held) - size))
-    return Moved(size)
+        return ExchangeMemory(None if _run(gives[0], held) else size, max(0, item * _joining(gives[0], held) - size))
+    return ExchangeMemory(size)
 
 
 def _run(transfer: Transfer, held: tuple[int, ...]) -> bool:
@@ -77,7 +77,7 @@ def _joining(transfer: Transfer, held: tuple[int, ...]) -> int:
     return max(a + b for a, b in zip([0, *made], made, strict=False))
 
 
-def _all_to_all(step: Step, rank: int, size: int, item: int) -> Moved:
+def _all_to_all(step: Step, rank: int, size: int, item: int) -> ExchangeMemory:
     """Pieces that are no runs of memory are copied, then packed; what arrives is unpacked from a buffer. All that is still
     there when the rank's own part is put into the result."""
     held = step.source.local_shape(step.mesh.coords(rank))
@@ -87,4 +87,4 @@ def _all_to_all(step: Step, rank: int, size: int, item: int) -> Moved:
     takes = [t for t in transfers(step, rank, incoming=True) if t.peer != rank]
     packed = sum(t.numel for t in gives)
     copies = sum(t.numel for t in gives if not _run(t, held))
-    return Moved(size, item * (packed + copies + own + sum(t.numel for t in takes)))
+    return ExchangeMemory(size, item * (packed + copies + own + sum(t.numel for t in takes)))

@@ -14,8 +14,8 @@ from typing import Any
 from fourfold.graph.spec import item_bytes
 from fourfold.oracle.memory import gpu
 from fourfold.oracle.memory.allocator import Block
-from fourfold.oracle.memory.backward import Env, Node, Tape, Tensor, Var
-from fourfold.oracle.memory.exchange_memory import Moved, moving
+from fourfold.oracle.memory.backward import BackwardMemory, Env, Node, Tensor, Var
+from fourfold.oracle.memory.exchange_memory import ExchangeMemory, exchange_memory
 from fourfold.oracle.memory.workspace import Workspace, workspace
 from fourfold.oracle.memory.zero3_memory import DividedWeights
 from fourfold.plans.lists.actions import (
@@ -60,7 +60,7 @@ class Known:
 
 
 @dataclass(eq=False, kw_only=True)
-class Forward(Tape):
+class ForwardMemory(BackwardMemory):
     """One rank's forwards."""
 
     lists: StageList
@@ -73,9 +73,15 @@ class Forward(Tape):
     def __post_init__(self) -> None:
         self.weights = DividedWeights(self.heap, self.rank, self.lists.messages.item, self._landed)
         self._take: dict[type, Callable[[Any, Env], None]] = {
-            Compute: self._compute, Move: self._move, Free: self._free, Fetch: self._fetch, Launch: self._message,
-            Await: self._message, RunPasses: self._passes, RunSegment: self._segment,
-        }  # fmt: skip
+            Compute: self._compute,
+            Move: self._move,
+            Free: self._free,
+            Fetch: self._fetch,
+            Launch: self._message,
+            Await: self._message,
+            RunPasses: self._passes,
+            RunSegment: self._segment,
+        }
         self.pieces: list[Tensor] = []  # of the passes under way, by number
         self.openings: dict[str, tuple[Block, Block]] = {}  # started exchanges of passes: results and buffers
 
@@ -174,9 +180,13 @@ class Forward(Tape):
         space, kept = self._needs(share, [t.var is not None for t in ins])
         copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
         return Facts(
-            share=share, lies=tuple(results(share, [t.lies for t in ins], over)), space=space, kept=kept,
-            passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))), sizes=tuple(t.bytes for t in ins),
-        )  # fmt: skip
+            share=share,
+            lies=tuple(results(share, [t.lies for t in ins], over)),
+            space=space,
+            kept=kept,
+            passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))),
+            sizes=tuple(t.bytes for t in ins),
+        )
 
     def _item(self, dtype: str) -> int:
         return item_bytes(dtype, self.lists.messages.precision)
@@ -226,7 +236,7 @@ class Forward(Tape):
     def _move(self, step: Move, env: Env) -> None:
         self.heap.now = f"exchange of {step.value}"
         source = env[step.source]
-        there = moving(step.exchange, self.rank, source.item, self.lists.paths)
+        there = exchange_memory(step.exchange, self.rank, source.item, self.lists.paths)
         env[step.target] = self._arrived(step, source, self._moved(there, source.block, "exchange"))
 
     def _arrived(self, step: Move, source: Tensor, block: Block) -> Tensor:
@@ -235,15 +245,15 @@ class Forward(Tape):
         if source.var is not None:
             out.var = Var(size=out.bytes)
             if self.recording:
-                back = moving(step.exchange.adjoint, self.rank, source.item, self.lists.paths)
+                back = exchange_memory(step.exchange.adjoint, self.rank, source.item, self.lists.paths)
                 name = f"exchange of {step.value}"
                 self.nodes.append(Node(step, name, [source.var], [out.var], [], lambda g: [self._back(back, g)]))
         return out
 
-    def _back(self, steps: tuple[Moved, ...], given: list[Block]) -> Block:
+    def _back(self, steps: tuple[ExchangeMemory, ...], given: list[Block]) -> Block:
         return self._moved(steps, given[0], "backward")
 
-    def _moved(self, steps: tuple[Moved, ...], source: Block, kind: str) -> Block:
+    def _moved(self, steps: tuple[ExchangeMemory, ...], source: Block, kind: str) -> Block:
         block = self.heap.hold(source)
         for step in steps:
             if step.result is None:
@@ -299,7 +309,7 @@ class Forward(Tape):
         """The exchange of a pass is started: its result and its buffers are there from now on."""
         source = self.pieces[opening.number]
         self.heap.now = f"exchange of {opening.move.value}"
-        *first, last = moving(opening.move.exchange, self.rank, source.item, self.lists.paths)
+        *first, last = exchange_memory(opening.move.exchange, self.rank, source.item, self.lists.paths)
         block = self._moved(tuple(first), source.block, "exchange")
         assert last.result is not None
         result, beside = self.heap.take(last.result, "activations"), self.heap.take(last.beside, "exchange")

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fourfold.oracle.memory.device_rules import CPU, CUDA, Machine
+from fourfold.oracle.memory.device_rules import CPU, CUDA, DeviceRules
 from fourfold.oracle.memory.forward import Known
 from fourfold.oracle.memory.rank import Peak, RankReplay
-from fourfold.plans.lists.lowered_plan import Pipeline
-from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.rank_classes import rank_classes
 from fourfold.plans.spec.placement import Placement
 
 
@@ -35,24 +35,25 @@ class Memory:
 
 
 def memory(
-    pipeline: Pipeline, placement: Placement, *, optimizer: str = "sgd", machine: Machine = CPU, precision: str = "fp32"
+    lowered: LoweredPlan, placement: Placement, *, optimizer: str = "sgd", machine: DeviceRules = CPU, precision: str = "fp32"
 ) -> Memory:
     """The predicted peak of each rank in one training step, where the ranks run so."""
     known, peaks = Known(), []
-    for ranks in _kinds(pipeline):
-        replay = RankReplay(pipeline, ranks[0], placement=placement, machine=machine, optimizer=optimizer,
-                            precision=precision, known=known)  # fmt: skip
+    for ranks in _kinds(lowered):
+        replay = RankReplay(
+            lowered, ranks[0], placement=placement, machine=machine, optimizer=optimizer, precision=precision, known=known
+        )
         peaks.append(replay.peak(ranks))
     return Memory(peaks=tuple(peaks))
 
 
-def _kinds(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
+def _kinds(lowered: LoweredPlan) -> Iterator[tuple[int, ...]]:
     """The ranks of each place in sets whose shards have the same sizes in all its stages."""
-    for place in pipeline.places:
-        parts = [part for part in pipeline.parts if part.stage.ranks == place]
+    for place in lowered.places:
+        parts = [part for part in lowered.parts if part.stage.ranks == place]
         programs = [program for part in parts for program in part.programs.values()]
-        for members in alike(parts[0].stage.mesh, programs):
+        for members in rank_classes(parts[0].stage.mesh, programs):
             yield tuple(place[member] for member in members)
 
 
-__all__ = ["CPU", "CUDA", "Machine", "Memory", "Peak", "memory"]
+__all__ = ["CPU", "CUDA", "DeviceRules", "Memory", "Peak", "memory"]

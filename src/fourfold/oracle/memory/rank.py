@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 from fourfold.graph.spec import item_bytes
 from fourfold.optimizers import OPTIMIZERS
-from fourfold.oracle.memory.allocator import Block, Heap
+from fourfold.oracle.memory.allocator import Allocator, Block
 from fourfold.oracle.memory.backward import Env, Node, Tensor, Var
-from fourfold.oracle.memory.device_rules import Machine
-from fourfold.oracle.memory.forward import Forward, Known
-from fourfold.oracle.memory.steady_state import Rhythm, rhythm
+from fourfold.oracle.memory.device_rules import DeviceRules
+from fourfold.oracle.memory.forward import ForwardMemory, Known
+from fourfold.oracle.memory.steady_state import SteadyState, steady_state
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lists.actions import GatherSlices, Sum
-from fourfold.plans.lists.lowered_plan import Part, Pipeline, Task
+from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage, StageAction
 from fourfold.plans.lists.result_layout import Strided
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lists.stage_transfer import incoming, outgoing
@@ -63,10 +63,10 @@ class _Held:
 class _Stage:
     """This rank's share of a stage."""
 
-    part: Part
+    part: LoweredStage
     coords: Coords
     lists: dict[int, StageList]  # by size of micro-batch
-    tape: Forward
+    tape: ForwardMemory
     state: Env = field(default_factory=dict)
     feeds: Env = field(default_factory=dict)
 
@@ -84,15 +84,22 @@ class RankReplay:
     """The replay of one rank."""
 
     def __init__(
-        self, pipeline: Pipeline, rank: int, *, placement: Placement, machine: Machine, optimizer: str = "sgd",
-        precision: str = "fp32", known: Known | None = None,
-    ) -> None:  # fmt: skip
-        self.pipeline, self.rank, self.optimizer, self.machine = pipeline, rank, OPTIMIZERS[optimizer], machine
-        self.lists, self.precision = pipeline.lists(placement, precision), precision
+        self,
+        lowered: LoweredPlan,
+        rank: int,
+        *,
+        placement: Placement,
+        machine: DeviceRules,
+        optimizer: str = "sgd",
+        precision: str = "fp32",
+        known: Known | None = None,
+    ) -> None:
+        self.lowered, self.rank, self.optimizer, self.machine = lowered, rank, OPTIMIZERS[optimizer], machine
+        self.lists, self.precision = lowered.lists(placement, precision), precision
         self.known = known or Known()
-        self.heap = Heap(machine)
+        self.heap = Allocator(machine)
         self.action = ""
-        self.stages = {part.index: self._stage(part) for part in pipeline.parts if rank in part.stage.ranks}
+        self.stages = {part.index: self._stage(part) for part in lowered.parts if rank in part.stage.ranks}
         if machine.library and any(map(_multiplies, self.stages.values())):
             for _ in range(2):  # threads that multiply: forward's and backward's
                 self.heap.take(machine.library, LIBRARY)
@@ -102,16 +109,20 @@ class RankReplay:
         self.came: dict[tuple[int, str, int], list[tuple[Crossing, list[Block]]]] = {}
         self.made: dict[str, Block] = {}  # by the last compute action, for other stages
         self.letters: dict[tuple[int, str], deque[tuple[int, Block]]] = {}  # sent and not known to be taken in, by taker
-        self.turns = pipeline.turns
-        self._run: dict[str, Callable[[Task], None]] = {
-            "F": self._forward, "B": self._backward, "receive": self._receive, "send": self._send, "reduce": self._reduce,
+        self.turns = lowered.turns
+        self._run: dict[str, Callable[[StageAction], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "receive": self._receive,
+            "send": self._send,
+            "reduce": self._reduce,
             "update": self._update,
-        }  # fmt: skip
+        }
 
     def peak(self, ranks: tuple[int, ...]) -> Peak:
         best, action = self.heap.peak, "start"
-        tasks, at = self.pipeline.tasks(self.rank), 0
-        steady = rhythm(tasks, self.turns, self.pipeline.plan.sizes, (1, len(self.pipeline.places)))
+        tasks, at = self.lowered.tasks(self.rank), 0
+        steady = steady_state(tasks, self.turns, self.lowered.plan.sizes, (1, len(self.lowered.places)))
         while at < len(tasks):
             at = self._caught_up(steady, at)
             task = tasks[at]
@@ -125,7 +136,7 @@ class RankReplay:
 
     # --- micro-batches that change nothing ---
 
-    def _caught_up(self, steady: Rhythm | None, at: int) -> int:
+    def _caught_up(self, steady: SteadyState | None, at: int) -> int:
         """The task to go on with: where all is as it was a period ago, the last period but the first in the list."""
         number = steady.number(at) if steady is not None else None
         if steady is None or number is None:
@@ -156,18 +167,18 @@ class RankReplay:
 
     # --- what is there when a step begins ---
 
-    def _stage(self, part: Part) -> _Stage:
+    def _stage(self, part: LoweredStage) -> _Stage:
         index = part.stage.ranks.index(self.rank)
         coords = part.stage.mesh.coords(index)
         lists = {size: self.lists[part.index, size] for size in part.programs}
         first = next(iter(lists.values()))
-        tape = Forward(heap=self.heap, rank=index, coords=coords, machine=self.machine, known=self.known, lists=first)
+        tape = ForwardMemory(heap=self.heap, rank=index, coords=coords, machine=self.machine, known=self.known, lists=first)
         stage = _Stage(part, coords, lists, tape)
         program, graph = part.program, part.program.graph
         self.heap.now = "stored tensors"
         known = {p.name: p for p in graph.parameters}
         given = {*graph.inputs, *graph.targets}
-        crossing = {c.value for c in self.pipeline.crossings if c.target == part.index}
+        crossing = {c.value for c in self.lowered.crossings if c.target == part.index}
         for name, layout in program.stored.items():
             if name in crossing:
                 continue
@@ -179,12 +190,12 @@ class RankReplay:
         self._beside(stage)
         return stage
 
-    def _stored(self, layout: Layout, item: int, coords: Coords, kind: str, part: Part, name: str) -> Tensor:
+    def _stored(self, layout: Layout, item: int, coords: Coords, kind: str, part: LoweredStage, name: str) -> Tensor:
         shape = layout.local_shape(coords)
         size = math.prod(shape) * item
-        if kind == "inputs" and self.pipeline.graph.values.get(name) is not None:  # all micro-batches of it
-            whole = [part.programs[n].stored[name].local_shape(coords) for n in self.pipeline.plan.sizes]
-            size = sum(map(math.prod, whole)) * item if self.pipeline.graph.batch_dim(name) is not None else size
+        if kind == "inputs" and self.lowered.graph.values.get(name) is not None:  # all micro-batches of it
+            whole = [part.programs[n].stored[name].local_shape(coords) for n in self.lowered.plan.sizes]
+            size = sum(map(math.prod, whole)) * item if self.lowered.graph.batch_dim(name) is not None else size
         return Tensor(self.heap.take(size, kind), Strided.fresh(shape), item)
 
     def _beside(self, stage: _Stage) -> None:
@@ -213,9 +224,9 @@ class RankReplay:
 
     # --- actions ---
 
-    def _forward(self, task: Task) -> None:
+    def _forward(self, task: StageAction) -> None:
         stage, m = self.stages[task.stage], task.microbatch
-        size = self.pipeline.plan.sizes[m]
+        size = self.lowered.plan.sizes[m]
         program, tape = stage.part.programs[size], stage.tape
         leaves = self._arrived(task, program)
         env: Env = dict(stage.state)
@@ -227,8 +238,8 @@ class RankReplay:
             self.heap.hold(tensor.block)
         tape.nodes = []
         tape.forward(stage.lists[size], env)
-        sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == task.stage)
-        live = self.pipeline.cut.live
+        sent = dict.fromkeys(c.value for c in self.lowered.crossings if c.source == task.stage)
+        live = self.lowered.cut.live
         out = {name: env[program.slots.get(name, name)] for name in sent}
         self._make({name: self.heap.hold(tensor.block) for name, tensor in out.items()})
         loss = env[program.slots[program.graph.loss]].var if program.graph.loss else None
@@ -242,7 +253,7 @@ class RankReplay:
             self.heap.drop(block)
         self.made = blocks
 
-    def _fetched(self, task: Task) -> Iterator[tuple[Crossing, list[Block]]]:
+    def _fetched(self, task: StageAction) -> Iterator[tuple[Crossing, list[Block]]]:
         """What was received for an action. Its sender has by then taken in what its earlier actions needed: that is let go."""
         for crossing, buffers in self.came.pop((task.stage, task.kind, task.microbatch), []):
             peer = crossing.source if task.kind == "F" else crossing.target
@@ -252,15 +263,15 @@ class RankReplay:
                     self.heap.drop(queue.popleft()[1])
             yield crossing, buffers
 
-    def _arrived(self, task: Task, program: Program) -> Env:
+    def _arrived(self, task: StageAction, program: Program) -> Env:
         """What was received for a forward, as leaves of its gradients."""
         out: Env = {}
         for crossing, buffers in self._fetched(task):
-            layout = self.pipeline.parts[task.stage].slot_layout(crossing.value, self.pipeline.plan.sizes[task.microbatch])
+            layout = self.lowered.parts[task.stage].slot_layout(crossing.value, self.lowered.plan.sizes[task.microbatch])
             shape = layout.local_shape(self.stages[task.stage].coords)
             item = self._item(program.graph.values[crossing.value].dtype)
             tensor = Tensor(self._assembled(buffers, math.prod(shape) * item), Strided.fresh(shape), item)
-            if crossing.value in self.pipeline.cut.live:
+            if crossing.value in self.lowered.cut.live:
                 tensor.var = Var(ends=True, size=tensor.bytes)
             out[crossing.value] = tensor
         return out
@@ -273,7 +284,7 @@ class RankReplay:
             self.heap.drop(buffer)
         return block
 
-    def _backward(self, task: Task) -> None:
+    def _backward(self, task: StageAction) -> None:
         stage, m = self.stages[task.stage], task.microbatch
         held = self.held.pop((task.stage, m))
         came = []
@@ -285,7 +296,7 @@ class RankReplay:
                 stage.tape.accumulate(var, self.heap.hold(block))
         if held.loss is not None:
             held.loss.grad = self.heap.take(held.loss.size, "backward")
-        stage.tape.backward_of(stage.lists[self.pipeline.plan.sizes[m]], held.nodes, last=task.last)
+        stage.tape.backward_of(stage.lists[self.lowered.plan.sizes[m]], held.nodes, last=task.last)
         for block in came:
             self.heap.drop(block)
         made = {n: t.var.grad or self.heap.take(t.bytes, "backward") for n, t in held.leaves.items() if t.var is not None}
@@ -293,12 +304,12 @@ class RankReplay:
         for leaf in held.leaves.values():
             self.heap.drop(leaf.block)
 
-    def _receive(self, task: Task) -> None:
+    def _receive(self, task: StageAction) -> None:
         for crossing, taken in self._transfers(task, incoming_=True):
             buffers = [self.heap.take(size, "received") for size, _ in taken]
             self.came.setdefault((task.stage, task.way, task.microbatch), []).append((crossing, buffers))
 
-    def _send(self, task: Task) -> None:
+    def _send(self, task: StageAction) -> None:
         """What is sent is held until it is known to have been taken in; a part of a tensor is copied first."""
         for crossing, given in self._transfers(task, incoming_=False):
             for size, whole in given:
@@ -306,25 +317,25 @@ class RankReplay:
                 block = self.heap.hold(own) if own is not None else self.heap.take(size, "sent")
                 self.letters.setdefault((task.peer, task.way), deque()).append((task.microbatch, block))
 
-    def _transfers(self, task: Task, *, incoming_: bool) -> list[tuple[Crossing, list[tuple[int, bool]]]]:
+    def _transfers(self, task: StageAction, *, incoming_: bool) -> list[tuple[Crossing, list[tuple[int, bool]]]]:
         """Per crossing tensor, the messages with other ranks: bytes, and whether it is all this rank has."""
-        key = (task.stage, task.peer, task.way, incoming_, self.pipeline.plan.sizes[task.microbatch])
+        key = (task.stage, task.peer, task.way, incoming_, self.lowered.plan.sizes[task.microbatch])
         if key not in self.messages:
             self.messages[key] = list(self._listed(task, incoming_))
         return self.messages[key]
 
-    def _listed(self, task: Task, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
-        size, values = self.pipeline.plan.sizes[task.microbatch], self.pipeline.loss.graph.at(1).values
+    def _listed(self, task: StageAction, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
+        size, values = self.lowered.plan.sizes[task.microbatch], self.lowered.loss.graph.at(1).values
         ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
-        for crossing in self.pipeline.between(*ends, task.way):
-            source, target = (self.pipeline.side(end, crossing.value, size) for end in ends)
+        for crossing in self.lowered.between(*ends, task.way):
+            source, target = (self.lowered.side(end, crossing.value, size) for end in ends)
             items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
             mine = target if incoming_ else source
             whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))
             item = self._item(values[crossing.value].dtype)
             yield crossing, [(t.numel * item, t.numel == whole) for t in items if not (incoming_ and t.peer == self.rank)]
 
-    def _reduce(self, task: Task) -> None:
+    def _reduce(self, task: StageAction) -> None:
         """What is left of the sums of gradients; through shared memory, they move to where they are summed."""
         stage = self.stages[task.stage]
         for action in stage.list.finish(stage.coords):
@@ -337,7 +348,7 @@ class RankReplay:
             else:
                 stage.tape.act((action,))
 
-    def _update(self, task: Task) -> None:
+    def _update(self, task: StageAction) -> None:
         self.heap.now = "optimizer"
         sizes = [
             math.prod(layout.local_shape(stage.coords)) * stage.list.messages.item(name)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fourfold.plans.lists.lowered_plan import Task
+from fourfold.plans.lists.lowered_plan import StageAction
 
 Turns = Mapping[tuple[int, str, int], tuple[int, int]]
 """By stage, way and micro-batch: the place an action is done at, and at which of its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rhythm:
+class SteadyState:
     """`times` periods of `period` tasks from task `begin` on, each `shift` micro-batches later than the one before."""
 
     begin: int
@@ -32,7 +32,7 @@ class Rhythm:
         return number if not inside and 0 <= number < self.times else None
 
 
-def rhythm(tasks: Sequence[Task], turns: Turns, sizes: Sequence[int], shifts: Sequence[int]) -> Rhythm | None:
+def steady_state(tasks: Sequence[StageAction], turns: Turns, sizes: Sequence[int], shifts: Sequence[int]) -> SteadyState | None:
     """The repeating stretch of a list, by the first of several shifts under which there is one; `sizes`: of micro-batches."""
     for shift in shifts:
         found = _stretch(tasks, sizes, shift)
@@ -44,10 +44,10 @@ def rhythm(tasks: Sequence[Task], turns: Turns, sizes: Sequence[int], shifts: Se
     return None
 
 
-def _stretch(tasks: Sequence[Task], sizes: Sequence[int], shift: int) -> Rhythm | None:
+def _stretch(tasks: Sequence[StageAction], sizes: Sequence[int], shift: int) -> SteadyState | None:
     """The longest run around the middle of the list in which every task comes again, `shift` micro-batches later."""
 
-    def follows(task: Task, other: Task) -> bool:
+    def follows(task: StageAction, other: StageAction) -> bool:
         same = task.kind == other.kind and task.stage == other.stage and task.peer == other.peer and task.way == other.way
         same = same and task.last == other.last
         later = task.microbatch + shift == other.microbatch
@@ -62,10 +62,10 @@ def _stretch(tasks: Sequence[Task], sizes: Sequence[int], shift: int) -> Rhythm 
         begin -= 1
     while end + period < len(tasks) and follows(tasks[end], tasks[end + period]):
         end += 1
-    return Rhythm(begin=begin, period=period, shift=shift, times=(end + period - begin) // period)
+    return SteadyState(begin=begin, period=period, shift=shift, times=(end + period - begin) // period)
 
 
-def _regular(tasks: Sequence[Task], turns: Turns, found: Rhythm) -> dict[tuple[int, str], int] | None:
+def _regular(tasks: Sequence[StageAction], turns: Turns, found: SteadyState) -> dict[tuple[int, str], int] | None:
     """The first micro-batches that others are seen with in a stretch, if at each place their turns are evenly spaced there."""
     spans: dict[tuple[int, str], tuple[int, int]] = {}
     for task in tasks[found.begin : found.begin + found.period]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fourfold.oracle.memory.allocator import Block, Heap
+from fourfold.oracle.memory.allocator import Allocator, Block
 from fourfold.plans.layout.exchange import Step
 from fourfold.plans.lists.actions import Bunch
 from fourfold.plans.lowering.program import Move
@@ -20,7 +20,7 @@ class DividedWeights:
     """One rank's share of a stage. `item`: bytes of an element of a value; `land`: called with each shard's gradient that has
     arrived."""
 
-    heap: Heap
+    heap: Allocator
     rank: int
     item: Callable[[str], int]
     land: Callable[[Move, Block], None]

@@ -188,9 +188,16 @@ def pipeline(given: Inputs) -> Terms:
 
 
 FORMULAS: dict[str, Callable[[Inputs], Terms]] = {
-    "serial": grid, "data": grid, "filter": grid, "channel": grid, "data+filter": grid, "data+channel": grid,
-    "spatial": spatial, "data+spatial": spatial, "pipeline": pipeline,
-}  # fmt: skip
+    "serial": grid,
+    "data": grid,
+    "filter": grid,
+    "channel": grid,
+    "data+filter": grid,
+    "data+channel": grid,
+    "spatial": spatial,
+    "data+spatial": spatial,
+    "pipeline": pipeline,
+}
 
 
 def limit_of(strategy: str, given: Inputs) -> tuple[float, str]:

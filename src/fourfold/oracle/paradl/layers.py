@@ -68,9 +68,15 @@ def _dependent(graph: Graph, trained: set[str]) -> set[str]:
 
 
 def _layer(
-    step: Compute, graph: Graph, batch: int, prices: Prices, live: dict[str, bool], own: list[str], stored: set[str],
+    step: Compute,
+    graph: Graph,
+    batch: int,
+    prices: Prices,
+    live: dict[str, bool],
+    own: list[str],
+    stored: set[str],
     optimizer: str,
-) -> Layer:  # fmt: skip
+) -> Layer:
     dtypes = computed_as(prices.precision)
     kernel = kernel_of(step, graph, {"data": 0}, live, dtypes)
     time, values, nest = prices.kernel(kernel, 0), graph.values, step.nest

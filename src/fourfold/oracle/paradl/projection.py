@@ -36,8 +36,10 @@ def projected(graph: Graph, plan: Plan, prices: Prices, *, optimizer: str = "sgd
     if reason:
         raise InvalidInput(f"ParaDL's cost model has no {reason}; it has {', '.join(FORMULAS)}: leave the rest to the replay")
     if plan.size > prices.cluster.size:
-        raise Infeasible(f"the plan needs {plan.size} devices, cluster {prices.cluster.name!r} has {prices.cluster.size}; "
-                         "plan for fewer or ask for more")  # fmt: skip
+        raise Infeasible(
+            f"the plan needs {plan.size} devices, cluster {prices.cluster.name!r} has {prices.cluster.size}; "
+            "plan for fewer or ask for more"
+        )
     return project(name, inputs_of(graph, plan, prices, optimizer=optimizer), capacity=prices.cluster.memory(0))
 
 
@@ -60,9 +62,15 @@ def _beyond(plan: Plan) -> str:
 
 
 def project_named(
-    graph: Graph, strategy: str, *, devices: int, batch: int, prices: Prices, optimizer: str = "sgd",
+    graph: Graph,
+    strategy: str,
+    *,
+    devices: int,
+    batch: int,
+    prices: Prices,
+    optimizer: str = "sgd",
     options: Options | None = None,
-) -> Projection:  # fmt: skip
+) -> Projection:
     """As `projected`, from a strategy's text (``data+filter:model=4``); `epoch_seconds(D)` of the result is an epoch's time."""
     plan = named(strategy, graph, ranks=devices, batch=batch, options=options)
     return projected(graph, plan, prices, optimizer=optimizer)
@@ -74,8 +82,14 @@ def inputs_of(graph: Graph, plan: Plan, prices: Prices, *, optimizer: str = "sgd
         layers = layers_of(graph, plan.sizes[0], prices, optimizer=optimizer)
         borders = [_wire(prices, (pair,)) for pair in pairwise(stage.ranks[0] for stage in plan.parts)]
         wire = max(borders, key=lambda wire: (wire.beta, wire.alpha), default=Wire())
-        return Inputs(layers=layers, batch=plan.batch, delta=DELTA[prices.precision], segments=plan.microbatches, whole=wire,
-                      groups=_staged(graph, layers, plan))  # fmt: skip
+        return Inputs(
+            layers=layers,
+            batch=plan.batch,
+            delta=DELTA[prices.precision],
+            segments=plan.microbatches,
+            whole=wire,
+            groups=_staged(graph, layers, plan),
+        )
     p1 = plan.mesh.extent("data") if "data" in plan.mesh.names else 1
     return Inputs(
         layers=layers_of(graph, max(plan.batch // p1, 1), prices, optimizer=optimizer),

@@ -165,5 +165,10 @@ def from_data(device: str, data: Mapping[str, Any]) -> Efficiency:
         found = (Point(op=op, number=number, place=tuple(place), efficiency=math.log(e)) for *place, e in rows)
         points.setdefault((family, way), []).extend(found)
     hosts = {(name, way): float(value) for key, value in data["host_seconds"].items() for name, way in [key.split("/")]}
-    return Efficiency(device=device, points={key: tuple(found) for key, found in points.items()}, least=least, hosts=hosts,
-                      source=data["source"])  # fmt: skip
+    return Efficiency(
+        device=device,
+        points={key: tuple(found) for key, found in points.items()},
+        least=least,
+        hosts=hosts,
+        source=data["source"],
+    )

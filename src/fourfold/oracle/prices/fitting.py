@@ -46,8 +46,15 @@ def kernel_of_row(row: Mapping[str, Any]) -> Kernel:
     operands, results = (
         tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in row[side]) for side in ("operands", "results")
     )
-    return Kernel(target=row["target"], way=row["way"], arguments=row["arguments"], operands=operands, results=results,
-                  gradients=tuple(row["gradients"]), flops=row["flops"])  # fmt: skip
+    return Kernel(
+        target=row["target"],
+        way=row["way"],
+        arguments=row["arguments"],
+        operands=operands,
+        results=results,
+        gradients=tuple(row["gradients"]),
+        flops=row["flops"],
+    )
 
 
 def _joined(found: list[tuple[tuple[float, ...], float, float]]) -> list[list[float]]:

@@ -16,9 +16,25 @@ from fourfold.graph.spec import TensorSpec, mapped
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lowering.program import Compute
 
-FREE_TARGETS = ("aten.view", "aten.reshape", "aten.permute", "aten.transpose", "aten.t.", "aten.unsqueeze", "aten.squeeze",
-                "aten.expand", "aten.slice", "aten.select", "aten.detach", "aten.alias", "aten.flatten", "aten.unbind",
-                "aten.split", "aten.chunk", "aten.unflatten")  # fmt: skip
+FREE_TARGETS = (
+    "aten.view",
+    "aten.reshape",
+    "aten.permute",
+    "aten.transpose",
+    "aten.t.",
+    "aten.unsqueeze",
+    "aten.squeeze",
+    "aten.expand",
+    "aten.slice",
+    "aten.select",
+    "aten.detach",
+    "aten.alias",
+    "aten.flatten",
+    "aten.unbind",
+    "aten.split",
+    "aten.chunk",
+    "aten.unflatten",
+)
 """Ops that make views: they move nothing."""
 PART_TARGETS = ("aten.slice", "aten.select", "aten.unbind", "aten.split", "aten.chunk", "aten.narrow")
 """Those whose views are parts of the operand."""

@@ -34,7 +34,10 @@ class KernelTime:
     busy: float = 1.0
     spread: float | None = None  # relative, between quartiles
     source: Source = "measured"
-    asked: tuple[float, float] = (0.0, 0.0)  # seconds the host needs to ask for forward and backward, where that is its part
+    host_seconds: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # seconds the host needs to ask for forward and backward, where that is its part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Prices:
         known = shipped(device.name)
         if known is None or kernel.empty:
             return found
-        return replace(found, asked=(known.host_seconds(kernel, "forward"), known.host_seconds(kernel, "backward")))
+        return replace(found, host_seconds=(known.host_seconds(kernel, "forward"), known.host_seconds(kernel, "backward")))
 
     def _fitted(self, kernel: Kernel, device: Device) -> KernelTime | None:
         """By the kernels measured on such devices that come with Fourfold."""

@@ -22,7 +22,7 @@ from fourfold.oracle.time.overlap import Streamed, streamed
 from fourfold.oracle.time.replay import Lane, Machine, Replay, Work
 from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans.lists.actions import GatherSlices
-from fourfold.plans.lists.lowered_plan import UNTIMED, Part, Pipeline
+from fourfold.plans.lists.lowered_plan import UNTIMED, LoweredPlan, LoweredStage
 from fourfold.plans.lists.stage_transfer import sizes
 from fourfold.plans.spec.schedule import FUSED
 from fourfold.timeline import Event, Timeline
@@ -50,37 +50,40 @@ class Estimate:
     items: Mapping[tuple[int, str], tuple[Item, ...]]  # by stage: "F" and "B" of the first micro-batch, "sums" after the last
 
 
-def estimate(pipeline: Pipeline, prices: Prices, *, optimizer: str = "sgd") -> Estimate:
+def estimate(lowered: LoweredPlan, prices: Prices, *, optimizer: str = "sgd") -> Estimate:
     """The predicted step of a plan on a cluster."""
-    plan, cluster = pipeline.plan, prices.cluster
+    plan, cluster = lowered.plan, prices.cluster
     if plan.size > cluster.size:
-        raise Infeasible(f"the plan needs {plan.size} devices, cluster {cluster.name!r} has {cluster.size} in use; "
-                         "plan for fewer or ask for more")  # fmt: skip
+        raise Infeasible(
+            f"the plan needs {plan.size} devices, cluster {cluster.name!r} has {cluster.size} in use; "
+            "plan for fewer or ask for more"
+        )
     if plan.schedule in FUSED:
-        raise Infeasible(f"schedule {plan.schedule} runs a forward and a backward at once, which is not predicted yet; "
-                         "choose 1f1b-as")  # fmt: skip
-    return _Estimating(pipeline, prices, optimizer).run()
+        raise Infeasible(
+            f"schedule {plan.schedule} runs a forward and a backward at once, which is not predicted yet; choose 1f1b-as"
+        )
+    return _Estimating(lowered, prices, optimizer).run()
 
 
 class _Estimating:
-    def __init__(self, pipeline: Pipeline, prices: Prices, optimizer: str) -> None:
-        self.pipeline, self.prices, self.optimizer = pipeline, prices, optimizer
-        self.plan, self.cluster = pipeline.plan, prices.cluster
-        lists = pipeline.lists(prices.placement, prices.precision)
-        beside = {part.index: self._beside(part) for part in pipeline.parts}
+    def __init__(self, lowered: LoweredPlan, prices: Prices, optimizer: str) -> None:
+        self.lowered, self.prices, self.optimizer = lowered, prices, optimizer
+        self.plan, self.cluster = lowered.plan, prices.cluster
+        lists = lowered.lists(prices.placement, prices.precision)
+        beside = {part.index: self._beside(part) for part in lowered.parts}
         self.stages = {key: StagePrices(found, prices, beside[key[0]]) for key, found in lists.items()}
         self.items: dict[tuple[int, str, int], list[Item]] = {}
         for (index, size), stage in self.stages.items():
             self.items[index, "F", size], self.items[index, "B", size] = stage.forward(), stage.backward(last=False)
         last = self.plan.sizes[-1]
-        self.items.update({(p.index, LAST, last): self.stages[p.index, last].backward() for p in pipeline.parts})
+        self.items.update({(p.index, LAST, last): self.stages[p.index, last].backward() for p in lowered.parts})
         self.streams = {key: streamed(items) for key, items in self.items.items()}
-        self.sums = {part.index: self._stage(part.index).reductions() for part in pipeline.parts}
+        self.sums = {part.index: self._stage(part.index).reductions() for part in lowered.parts}
 
-    def _beside(self, part: Part) -> tuple[tuple[int, ...], ...]:
+    def _beside(self, part: LoweredStage) -> tuple[tuple[int, ...], ...]:
         """The ranks of the other stages with the same mesh."""
         mine = part.stage
-        others = (other.stage for other in self.pipeline.parts if other.stage.mesh == mine.mesh)
+        others = (other.stage for other in self.lowered.parts if other.stage.mesh == mine.mesh)
         return tuple(dict.fromkeys(stage.ranks for stage in others if stage.ranks != mine.ranks))
 
     def _key(self, stage: int, kind: str, microbatch: int) -> tuple[int, str, int]:
@@ -92,7 +95,7 @@ class _Estimating:
         return self.stages[index, self.plan.sizes[0]]
 
     def run(self) -> Estimate:
-        lanes = [self._lane(ranks) for ranks in self.pipeline.places]
+        lanes = [self._lane(ranks) for ranks in self.lowered.places]
         machine = Machine(cores={self.cluster.node(r): self.cluster.device(r).cores for r in range(self.plan.size)})
         events = Replay(lanes, machine, self._work(lanes), self._messages()).run().events
         timeline = Timeline(tuple(event for event in events if event.kind != "update"))
@@ -111,14 +114,14 @@ class _Estimating:
             breakdown=terms,
             timeline=timeline,
             measured_share=known,
-            stages=tuple(self._stage_record(part.index) for part in self.pipeline.parts),
+            stages=tuple(self._stage_record(part.index) for part in self.lowered.parts),
             items=self._first_items(),
         )
 
     def _first_items(self) -> dict[tuple[int, str], tuple[Item, ...]]:
         first, last = self.plan.sizes[0], self.plan.sizes[-1]
         out: dict[tuple[int, str], tuple[Item, ...]] = {}
-        for part in self.pipeline.parts:
+        for part in self.lowered.parts:
             out |= {(part.index, kind): tuple(self.items[part.index, kind, first]) for kind in ("F", "B")}
             sent = [item for item in self.items[part.index, LAST, last] if item.starts.startswith("bucket")]
             out[part.index, "sums"] = (*sent, *self.sums[part.index])
@@ -126,7 +129,7 @@ class _Estimating:
 
     def _stage_record(self, index: int) -> dict[str, float]:
         size = self.plan.sizes[0]
-        rank = self.pipeline.parts[index].stage.ranks[0]
+        rank = self.lowered.parts[index].stage.ranks[0]
         return {
             "forward": total(self.items[index, "F", size]),
             "backward": total(self.items[index, "B", size]),
@@ -138,15 +141,15 @@ class _Estimating:
         nodes = Counter(map(self.cluster.node, ranks))
         part = self._parts(ranks[0])[0]
         beside = sum(self.cluster.node(r) in nodes for others in self._beside(part) for r in others)
-        tasks = tuple(task for task in self.pipeline.tasks(ranks[0]) if task.kind not in UNTIMED)
+        tasks = tuple(task for task in self.lowered.tasks(ranks[0]) if task.kind not in UNTIMED)
         return Lane(first=ranks[0], tasks=tasks, nodes=tuple(nodes.items()), beside=beside)
 
-    def _parts(self, rank: int) -> list[Part]:
-        return [part for part in self.pipeline.parts if rank in part.stage.ranks]
+    def _parts(self, rank: int) -> list[LoweredStage]:
+        return [part for part in self.lowered.parts if rank in part.stage.ranks]
 
     def _work(self, lanes: Iterable[Lane]) -> dict[tuple[int, str, int], Work]:
         out = {(self._parts(lane.first)[0].index, "update", 0): self._after(lane.first)[0] for lane in lanes}
-        for part in self.pipeline.parts:
+        for part in self.lowered.parts:
             for m in range(self.plan.microbatches):
                 for kind in ("F", "B"):
                     out[part.index, kind, m] = _priced(self.streams[self._key(part.index, kind, m)])
@@ -160,7 +163,7 @@ class _Estimating:
         several, or takes from several, goes through its link one after the other."""
         out: dict[tuple[int, int, str], float] = {}
         size = self.plan.sizes[0]
-        for crossing in self.pipeline.crossings:
+        for crossing in self.lowered.crossings:
             ends = [(crossing.source, crossing.target, "F")]
             ends += [(crossing.target, crossing.source, "B")] if crossing.gradient else []
             for source, target, way in ends:
@@ -169,8 +172,8 @@ class _Estimating:
         return out
 
     def _message(self, source: int, target: int, value: str, size: int) -> float:
-        here, there = (self.pipeline.side(stage, value, size) for stage in (source, target))
-        item = item_bytes(self.pipeline.loss.graph.values[value].dtype, self.prices.precision)
+        here, there = (self.lowered.side(stage, value, size) for stage in (source, target))
+        item = item_bytes(self.lowered.loss.graph.values[value].dtype, self.prices.precision)
         moved: dict[tuple[object, ...], int] = {}  # by kind of pair: what each gives, and what each takes
         pairs: dict[tuple[object, ...], tuple[int, int]] = {}
         for giver, taker, numel in sizes(here, there):
@@ -186,10 +189,10 @@ class _Estimating:
     def _ties(self) -> float:
         """Seconds to add up the gradients of tied parameters, one message between two stages after the other."""
         seconds = 0.0
-        for tie in self.pipeline.ties:
-            spec = self.pipeline.loss.graph.values[tie.name]
+        for tie in self.lowered.ties:
+            spec = self.lowered.loss.graph.values[tie.name]
             size = float(spec.numel * item_bytes(spec.dtype, self.prices.precision))
-            here, there = (self.pipeline.parts[stage].stage.ranks for stage in (tie.giver, tie.taker))
+            here, there = (self.lowered.parts[stage].stage.ranks for stage in (tie.giver, tie.taker))
             if here[0] != there[0]:
                 part = size / max(min(len(here), len(there)), 1)
                 pair = (there[0], here[0]) if tie.add else (here[0], there[0])
@@ -202,7 +205,7 @@ class _Estimating:
         parts = [part.index for part in self._parts(lane)]
         each = {(p, size): times for p in parts for size, times in Counter(self.plan.sizes).items()}
         return sum(
-            times * sum(item.asked for kind in ("F", "B") for item in self.items[p, kind, size])
+            times * sum(item.host_seconds for kind in ("F", "B") for item in self.items[p, kind, size])
             for (p, size), times in each.items()
         )
 
@@ -220,7 +223,7 @@ class _Estimating:
 
     def _gathered(self, stage: StagePrices, slices: GatherSlices) -> float:
         """Seconds of gathering slices of parameters, a chunk at a time; through shared memory, of waiting for each other."""
-        groups, size = stage.meeting.groups(slices.axes), float(slices.elements * stage.messages.item(slices.names[0]))
+        groups, size = stage.comm.groups(slices.axes), float(slices.elements * stage.messages.item(slices.names[0]))
         if slices.path == "shared":
             return slices.rounds * self.prices.collective("shared_gather", groups, 8.0).seconds
         return slices.rounds * self.prices.collective("all_gather", groups, size).seconds
@@ -263,7 +266,7 @@ def _priced(stream: Streamed) -> Work:
     if not stream.work:
         return Work(seconds=0.0, still=stream.still)
     busy, even = stream.crowded / stream.work, stream.shared / stream.work
-    return Work(seconds=stream.work, busy=max(busy, 1.0), even=even, still=stream.still)
+    return Work(seconds=stream.work, busy=max(busy, 1.0), mean_over_max=even, still=stream.still)
 
 
 def _numbers(action: str, kind: str) -> tuple[int, str, int]:

@@ -12,8 +12,15 @@ from fourfold.plans.lowering.program import Compute, Program, Repeat
 
 def sum_kernel(spec: TensorSpec) -> Kernel:
     """Two gradients of a shape added."""
-    return Kernel(target="aten.add.Tensor", way="gradients", arguments="", operands=(spec, spec), results=(spec,),
-                  gradients=(False, False), flops=float(spec.numel))  # fmt: skip
+    return Kernel(
+        target="aten.add.Tensor",
+        way="gradients",
+        arguments="",
+        operands=(spec, spec),
+        results=(spec,),
+        gradients=(False, False),
+        flops=float(spec.numel),
+    )
 
 
 def gradient_sums(

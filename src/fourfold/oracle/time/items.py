@@ -18,11 +18,11 @@ class Item:
     label: str
     seconds: float
     busy: float = 1.0
-    even: float = 1.0  # what an average rank has to do of it, against the slowest
+    mean_over_max: float = 1.0  # what an average rank has to do of it, against the slowest
     spread: float = 0.0  # seconds, one quartile to the other
-    meets: bool = False  # whether the ranks wait for each other in it
+    is_blocking: bool = False  # whether the ranks wait for each other in it
     source: str = "measured"
-    asked: float = 0.0  # seconds of the host that fills a device's queue with it
+    host_seconds: float = 0.0  # seconds of the host that fills a device's queue with it
     pattern: str = ""  # of an exchange: its collective, the axes of its groups, and bytes as `cluster.Curve` counts them
     axes: tuple[str, ...] = ()
     size: float = 0.0

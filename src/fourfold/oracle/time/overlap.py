@@ -46,12 +46,12 @@ class Streamed:
         if item.awaits:
             then, category = self.arrivals.get(item.awaits, (0.0, item.category))
             self._wait(category, max(then - self.now, 0.0))
-        elif item.meets:
+        elif item.is_blocking:
             self._wait(item.category, item.seconds)
         else:
             self.work += item.seconds
             self.crowded += item.seconds * item.busy
-            self.shared += item.seconds * item.even
+            self.shared += item.seconds * item.mean_over_max
             self.terms[item.category] = self.terms.get(item.category, 0.0) + item.seconds
 
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fourfold.plans.lists.lowered_plan import Task
+from fourfold.plans.lists.lowered_plan import StageAction
 from fourfold.timeline import Event, Timeline
 
 
@@ -27,7 +27,7 @@ class Work:
 
     seconds: float
     busy: float = 1.0  # how many times longer the work takes with all cores of the node busy
-    even: float = 1.0  # of it, what an average rank of the lane does: the others wait and leave their cores
+    mean_over_max: float = 1.0  # of it, what an average rank of the lane does: the others wait and leave their cores
     still: float = 0.0
 
 
@@ -36,7 +36,7 @@ class Lane:
     """Ranks that act together: their list, which node they are on and how many they are there."""
 
     first: int  # rank
-    tasks: tuple[Task, ...]
+    tasks: tuple[StageAction, ...]
     nodes: tuple[tuple[int, int], ...]  # node, ranks of the lane on it
     beside: int = 0  # ranks of other lanes there, whose exchanges at the same time are in the measured times of this one's
 
@@ -59,7 +59,7 @@ class _State:
     left: float = 0.0  # seconds of work left, at full speed
     still: float = 0.0
     busy: float = 1.0
-    even: float = 1.0
+    mean_over_max: float = 1.0
     begun: float = 0.0
     running: bool = False
     waiting: float | None = None  # since when
@@ -139,13 +139,13 @@ class Replay:
         work = self.work[task.stage, task.kind, task.microbatch]
         state.waiting, state.running, state.begun = None, True, self.now
         state.left, state.still, state.busy = work.seconds, work.still, work.busy
-        state.even = work.even if work.seconds else 1.0
+        state.mean_over_max = work.mean_over_max if work.seconds else 1.0
         if state.left or lane.near:
-            self._occupy(k, state.even)
+            self._occupy(k, state.mean_over_max)
         self._timed(k)
         return True
 
-    def _mail(self, task: Task) -> None:
+    def _mail(self, task: StageAction) -> None:
         source, target = (task.peer, task.stage) if task.kind == "receive" else (task.stage, task.peer)
         key = (source, target, task.way, task.microbatch)
         message = self.post.setdefault(key, _Message())
@@ -163,7 +163,7 @@ class Replay:
             else:
                 self.looked.append(self.home[target])
 
-    def _ready(self, task: Task) -> bool:
+    def _ready(self, task: StageAction) -> bool:
         """Whether everything a compute action needs has arrived."""
         if task.kind not in ("F", "B"):
             return True
@@ -194,12 +194,12 @@ class Replay:
         """A lane's work is done: its exchanges follow, or it is through with its action."""
         lane, state = self.lanes[k], self.states[k]
         if state.left and state.still:
-            self._occupy(k, (1.0 if lane.near else 0.0) - state.even)
-            state.left, state.even = 0.0, 1.0
+            self._occupy(k, (1.0 if lane.near else 0.0) - state.mean_over_max)
+            state.left, state.mean_over_max = 0.0, 1.0
             self._timed(k)
             return
         if state.left or lane.near:
-            self._occupy(k, -state.even)
+            self._occupy(k, -state.mean_over_max)
         state.left = state.still = 0.0
         task = lane.tasks[state.at]
         self._note(lane, str(task), task.kind, state.begun)

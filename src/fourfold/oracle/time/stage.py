@@ -17,7 +17,7 @@ from fourfold.oracle.prices.kernels import Kernel, kernel_of
 from fourfold.oracle.prices.prices import UNKNOWN_SPREAD, KernelTime, Prices
 from fourfold.oracle.time.gradient_accumulation import gradient_sums
 from fourfold.oracle.time.items import Item
-from fourfold.oracle.time.stage_comm import Meeting
+from fourfold.oracle.time.stage_comm import StageComm
 from fourfold.plans.lists.actions import (
     Action,
     Await,
@@ -34,7 +34,7 @@ from fourfold.plans.lists.actions import (
 )
 from fourfold.plans.lists.comm_batches import Bucket
 from fourfold.plans.lists.kernel_collectives import collectives_inside
-from fourfold.plans.lists.rank_classes import alike, share_of
+from fourfold.plans.lists.rank_classes import rank_classes, share_of
 from fourfold.plans.lists.saved_tensors import Share
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.program import Compute, Move
@@ -47,17 +47,24 @@ class StagePrices:
         self.lists, self.messages, self.prices, self.live = lists, lists.messages, prices, lists.messages.live
         self.program, self.mesh, self.ranks = lists.program, lists.paths.mesh, lists.paths.ranks
         self.graph, self.dtypes = self.program.graph, computed_as(self.messages.precision)
-        self.stands = {m: n for members in alike(self.mesh, [self.program]) for m, n in self._firsts(members)}
+        self.stands = {m: n for members in rank_classes(self.mesh, [self.program]) for m, n in self._firsts(members)}
         self.members = list(self.stands)
         self.coords = self.mesh.coords(self.members[0])
         self.gradients = dict.fromkeys(self.live, True)
         self._known: dict[int, list[tuple[KernelTime, int]]] = {}  # by the identity of a step of the program
-        self.meeting = Meeting(prices=prices, paths=lists.paths, members=self.members, graph=self.graph, beside=beside)
+        self.comm = StageComm(prices=prices, paths=lists.paths, members=self.members, graph=self.graph, beside=beside)
         self.fanout = self._fanout()
         self._price: dict[type, Callable[[Any], Iterable[Item]]] = {
-            Compute: partial(self._compute, way="forward"), Move: self._exchange, Back: self._back, Launch: self._launch,
-            Await: self._await, Fetch: self._fetch, Give: self._give, Limit: self._limit, Sum: self._sum,
-        }  # fmt: skip
+            Compute: partial(self._compute, way="forward"),
+            Move: self._exchange,
+            Back: self._back,
+            Launch: self._launch,
+            Await: self._await,
+            Fetch: self._fetch,
+            Give: self._give,
+            Limit: self._limit,
+            Sum: self._sum,
+        }
 
     def _firsts(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Of members alike, the first on each kind of device, and for how many it stands."""
@@ -93,11 +100,11 @@ class StagePrices:
             return list(items)
         out, computing = [], 0.0
         for item in items:
-            if not item.meets:
+            if not item.is_blocking:
                 computing += item.seconds * item.busy
             elif not item.starts:
                 if item.source == "measured" and item.pattern != "shared_gather":
-                    groups = self.meeting.groups(item.axes)
+                    groups = self.comm.groups(item.axes)
                     item = replace(item, seconds=item.seconds + self.prices.waiting(groups, computing))
                 computing = 0.0
             out.append(item)
@@ -106,7 +113,7 @@ class StagePrices:
     # --- actions ---
 
     def _exchange(self, move: Move) -> list[Item]:
-        return self.meeting.exchange(move.exchange, move.value, move.kind)
+        return self.comm.exchange(move.exchange, move.value, move.kind)
 
     def _back(self, action: Back) -> Iterator[Item]:
         step = action.step
@@ -114,7 +121,7 @@ class StagePrices:
             yield from (item for name in step.op.results for item in self.fanout.get(name, ()))
             yield from self._compute(step, way="backward")
         elif step.target not in self._gathered:
-            yield from self.meeting.exchange(step.exchange.adjoint, step.value, step.kind)
+            yield from self.comm.exchange(step.exchange.adjoint, step.value, step.kind)
 
     @cached_property
     def _gathered(self) -> frozenset[str]:
@@ -125,21 +132,21 @@ class StagePrices:
         message = action.message
         if isinstance(message, Opening):
             items = self._exchange(message.move)
-            last = max(k for k, item in enumerate(items) if item.meets)
+            last = max(k for k, item in enumerate(items) if item.is_blocking)
             self.unpacking[message.key] = items[last + 1 :]
             yield from (*items[:last], replace(items[last], starts=message.key))
         elif isinstance(message, Bucket):
             if len(message.names) > 1:
-                yield self.meeting.copied("gradient_exchange", message.key, 2.0 * message.bytes)
+                yield self.comm.copied("gradient_exchange", message.key, 2.0 * message.bytes)
             yield self._started(message.key, "all_reduce", message.axes, float(message.bytes))
         else:
             self.sent += [message.key] if message.gradients else []
             given = zip(message.moves, message.steps, strict=True)
-            size = sum(self.meeting.given(step, self.meeting.item(move.value)) for move, step in given)
+            size = sum(self.comm.given(step, self.comm.item(move.value)) for move, step in given)
             yield self._started(message.key, "all_to_all", message.axes, size)
 
     def _started(self, key: str, kind: Collective, axes: tuple[str, ...], size: float) -> Item:
-        return self.meeting.met("gradient_exchange", key, kind, axes, size, starts=key)
+        return self.comm.met("gradient_exchange", key, kind, axes, size, starts=key)
 
     def _await(self, action: Await) -> Iterator[Item]:
         yield self._awaited(action.message.key)
@@ -167,16 +174,22 @@ class StagePrices:
     def _copied(self, move: Move, kind: Collective, times: float) -> Item:
         """A divided weight or its gradient through shared memory: as measured or, where nothing was, by the bytes moved."""
         step = move.exchange.steps[0]
-        size = self.meeting.numel(step.target) * self.meeting.item(move.value)
-        cost = self.prices.measured(kind, self.meeting.groups(step.axes), size)
+        size = self.comm.numel(step.target) * self.comm.item(move.value)
+        cost = self.prices.measured(kind, self.comm.groups(step.axes), size)
         if cost is None:
-            return self.meeting.copied("gradient_exchange", move.value, times * size)
-        return Item(category="gradient_exchange", label=move.value, seconds=cost.seconds, spread=cost.spread or 0.0,
-                    source="measured", size=size)  # fmt: skip
+            return self.comm.copied("gradient_exchange", move.value, times * size)
+        return Item(
+            category="gradient_exchange",
+            label=move.value,
+            seconds=cost.seconds,
+            spread=cost.spread or 0.0,
+            source="measured",
+            size=size,
+        )
 
     def _sum(self, action: Sum) -> Iterator[Item]:
-        size = sum(self.meeting.numel(self.program.stored[n]) * self.meeting.item(n) for n in action.names)
-        yield self.meeting.met("gradient_exchange", "gradients", "shared_sum", action.axes, float(size))
+        size = sum(self.comm.numel(self.program.stored[n]) * self.comm.item(n) for n in action.names)
+        yield self.comm.met("gradient_exchange", "gradients", "shared_sum", action.axes, float(size))
 
     def _compute(self, step: Compute, *, way: Literal["forward", "backward"]) -> list[Item]:
         times = self._times(step)
@@ -185,8 +198,18 @@ class StagePrices:
         slowest, _ = times[spent.index(seconds)]
         even = sum(n * s for (_, n), s in zip(times, spent, strict=True)) / seconds / self.mesh.size if seconds else 1.0
         spread = slowest.spread if slowest.spread is not None else UNKNOWN_SPREAD[slowest.source]
-        out = [Item(category="compute", label=step.op.path, seconds=seconds, busy=slowest.busy, spread=seconds * spread,
-                    even=even, source=slowest.source, asked=slowest.asked[0 if way == "forward" else 1])]  # fmt: skip
+        out = [
+            Item(
+                category="compute",
+                label=step.op.path,
+                seconds=seconds,
+                busy=slowest.busy,
+                spread=seconds * spread,
+                mean_over_max=even,
+                source=slowest.source,
+                host_seconds=slowest.host_seconds[0 if way == "forward" else 1],
+            )
+        ]
         return [*out, *self._inside(step, backward=way == "backward")]
 
     def _fanout(self) -> dict[str, list[Item]]:
@@ -199,8 +222,16 @@ class StagePrices:
         for name, kernel in gradient_sums(self.program, self.mesh.coords(member), self.live, self.dtypes):
             time = self.prices.kernel(kernel, self.ranks[member])
             spread = time.forward * (time.spread if time.spread is not None else UNKNOWN_SPREAD[time.source])
-            out.setdefault(name, []).append(Item(category="compute", label=f"gradients of {name}", seconds=time.forward,
-                                                 spread=spread, source=time.source, asked=time.asked[0]))  # fmt: skip
+            out.setdefault(name, []).append(
+                Item(
+                    category="compute",
+                    label=f"gradients of {name}",
+                    seconds=time.forward,
+                    spread=spread,
+                    source=time.source,
+                    host_seconds=time.host_seconds[0],
+                )
+            )
         return out
 
     def _times(self, step: Compute) -> list[tuple[KernelTime, int]]:
@@ -230,7 +261,7 @@ class StagePrices:
             for inside in collectives_inside(Share(step, self.coords, *items), backward=backward):
                 kind: Collective = "shared_gather" if self.lists.paths.small(inside.axes, inside.size) else inside.kind
                 label = f"{step.op.path} statistics"
-                yield self.meeting.met("layer_exchange", label, kind, inside.axes, float(inside.size))
+                yield self.comm.met("layer_exchange", label, kind, inside.axes, float(inside.size))
 
     # --- updates ---
 
@@ -238,8 +269,8 @@ class StagePrices:
         """Bytes of parameters the optimizer of one rank updates."""
         (update,) = (action for action in self.lists.update if isinstance(action, Update))
         updates = self.program.updates
-        return float(sum(self.meeting.numel(updates[name]) * self.meeting.item(name) for name in update.names))
+        return float(sum(self.comm.numel(updates[name]) * self.comm.item(name) for name in update.names))
 
     def gathered_bytes(self, slices: GatherSlices) -> float:
         """Bytes of the parameters that the gathering of updated slices (ZeRO-1) completes."""
-        return float(sum(self.meeting.numel(self.program.stored[n]) * self.meeting.item(n) for n in slices.names))
+        return float(sum(self.comm.numel(self.program.stored[n]) * self.comm.item(n) for n in slices.names))

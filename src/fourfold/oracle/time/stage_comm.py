@@ -17,13 +17,11 @@ from fourfold.plans.layout.exchange import Exchange, Step
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.paths import Paths
 
-CATEGORY_OF: dict[str, Category] = {
-    "halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"
-}  # fmt: skip
+CATEGORY_OF: dict[str, Category] = {"halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class StageComm:
     """The ranks of a stage and what their exchanges cost. `members`: one of each kind; `beside`: ranks of other stages like it,
     which work at the same time. Where collectives were measured, those of several groups at once say what that costs."""
 
@@ -78,15 +76,23 @@ class Meeting:
         seconds = self.prices.copying(moved, self.ranks[self.members[0]])
         return Item(category=category, label=label, seconds=seconds, spread=0.1 * seconds, source="roofline", size=moved)
 
-    def met(
-        self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = ""
-    ) -> Item:
+    def met(self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = "") -> Item:
         """A collective. `starts`: the message that it puts on its way."""
         cost = self._cost(kind, axes, size)
         source = "measured" if cost.measured else "roofline"
         spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
-        return Item(category=category, label=label, seconds=cost.seconds, spread=spread, meets=True, source=source,
-                    pattern=kind, axes=axes, size=size, starts=starts)  # fmt: skip
+        return Item(
+            category=category,
+            label=label,
+            seconds=cost.seconds,
+            spread=spread,
+            is_blocking=True,
+            source=source,
+            pattern=kind,
+            axes=axes,
+            size=size,
+            starts=starts,
+        )
 
     def _cost(self, kind: Any, axes: tuple[str, ...], size: float) -> Cost:
         """Layers repeat, and so do their exchanges: each is priced once."""

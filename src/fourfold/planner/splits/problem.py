@@ -1,7 +1,7 @@
 """The surrogate as a plain problem: one choice for each knot, costs of knots and of pairs of knots.
 
-    minimise   sum_k cost_k[x_k]   + sum_(j,k) cost_jk[x_j, x_k]
-    subject to sum_k memory_k[x_k] + sum_(j,k) memory_jk[x_j, x_k] <= capacity
+minimise   sum_k cost_k[x_k]   + sum_(j,k) cost_jk[x_j, x_k]
+subject to sum_k memory_k[x_k] + sum_(j,k) memory_jk[x_j, x_k] <= capacity
 """
 
 from __future__ import annotations

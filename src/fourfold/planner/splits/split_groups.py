@@ -21,7 +21,7 @@ from fourfold.plans.lowering.stages import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knot:
+class SplitGroup:
     """An anchor and its followers. `reads`: values of other knots, with who makes them; `number`: names as positions, the same
     in all knots with this key; `saved`: values its ops keep for backward."""
 
@@ -34,7 +34,7 @@ class Knot:
     key: str
 
 
-def knots(graph: Graph, batch: int, live: frozenset[str]) -> tuple[Knot, ...]:
+def split_groups(graph: Graph, batch: int, live: frozenset[str]) -> tuple[SplitGroup, ...]:
     """The knots of a graph in the order of their anchors; rules are asked at this batch. `live`: values with a gradient."""
     concrete = graph.at(batch)
     nests = {op.name: nest_of(op, concrete) for op in concrete.ops}
@@ -46,7 +46,7 @@ def knots(graph: Graph, batch: int, live: frozenset[str]) -> tuple[Knot, ...]:
         number, key = _structure(part, live)
         saved = frozenset(value for op in part.ops for value in _saved(op, nests[op.name]))
         anchor = next(op for op in part.ops if op.name == names[0])
-        out.append(Knot(index=index, anchor=anchor, graph=part, reads=reads, number=number, saved=saved, key=key))
+        out.append(SplitGroup(index=index, anchor=anchor, graph=part, reads=reads, number=number, saved=saved, key=key))
     return tuple(out)
 
 
@@ -98,8 +98,9 @@ def _structure(graph: Graph, live: frozenset[str]) -> tuple[dict[str, int], str]
     def leaf(value: Any) -> Any:
         return f"${of(value.name)}" if isinstance(value, Ref) else value
 
-    ops = [(op.target, mapped(op.args, leaf), mapped(dict(op.kwargs), leaf), [of(name) for name in op.results])
-           for op in graph.ops]  # fmt: skip
+    ops = [
+        (op.target, mapped(op.args, leaf), mapped(dict(op.kwargs), leaf), [of(name) for name in op.results]) for op in graph.ops
+    ]
     values = [(graph.values[name], name in live) for name in number]
     stored = [(of(p.name), p.trainable, p.buffer) for p in graph.parameters]
     ends = [[of(name) for name in names] for names in (graph.inputs, graph.targets)]

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph
-from fourfold.planner.search_task import AUTO, Refusal, Task
+from fourfold.planner.search_task import AUTO, Refusal, SearchTask
 from fourfold.planner.splits.meshes import DATA, MODEL, SPACE, Grid, grids
 from fourfold.planner.splits.solve import Solution, solve
-from fourfold.planner.splits.split_groups import Knot, knots
+from fourfold.planner.splits.split_groups import SplitGroup, split_groups
 from fourfold.planner.splits.surrogate import Place, Surrogate
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lowering.hints import domain_dims
@@ -38,9 +38,9 @@ class Found:
 class Splitting:
     """The splits of one graph. `graph`: as micro-batches see it, where there are several."""
 
-    def __init__(self, task: Task, graph: Graph) -> None:
+    def __init__(self, task: SearchTask, graph: Graph) -> None:
         self.task, self.graph = task, graph
-        self._knots: dict[int, tuple[Knot, ...]] = {}
+        self._knots: dict[int, tuple[SplitGroup, ...]] = {}
 
     @cached_property
     def live(self) -> frozenset[str]:
@@ -51,16 +51,23 @@ class Splitting:
         concrete = self.graph.at(self.task.batch)
         return max((len(domain_dims(concrete, name)) for name in self.graph.inputs), default=0)
 
-    def knots(self, size: int) -> tuple[Knot, ...]:
+    def split_groups(self, size: int) -> tuple[SplitGroup, ...]:
         if size not in self._knots:
-            self._knots[size] = knots(self.graph, size, self.live)
+            self._knots[size] = split_groups(self.graph, size, self.live)
         return self._knots[size]
 
     def surrogate(self, grid: Grid, ranks: tuple[int, ...], size: int, microbatches: int = 1) -> Surrogate:
         """All choices of all knots priced on a grid."""
-        place = Place(mesh=grid.mesh, ranks=ranks, splits=grid.splits, prices=self.task.setting.prices,
-                      optimizer=self.task.setting.optimizer, size=size, microbatches=microbatches)  # fmt: skip
-        return Surrogate(graph=self.graph, knots=self.knots(size), live=self.live, place=place, fixed=self.task.fixed)
+        place = Place(
+            mesh=grid.mesh,
+            ranks=ranks,
+            splits=grid.splits,
+            prices=self.task.setting.prices,
+            optimizer=self.task.setting.optimizer,
+            size=size,
+            microbatches=microbatches,
+        )
+        return Surrogate(graph=self.graph, knots=self.split_groups(size), live=self.live, place=place, fixed=self.task.fixed)
 
     def grids(self) -> Iterator[Grid]:
         near = len(self.task.cluster.node_ranks(0))

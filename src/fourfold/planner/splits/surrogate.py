@@ -6,7 +6,7 @@ For one micro-batch (or, without a pipeline, the batch), with the choice x_k of 
   ways, exchanges and statistics inside it; `oracle.prices.prices.Prices.update` of its weights; and its gradient sums, of those
   sent beside backward less the part `hidden` that is taken to vanish there. Sums and updates count `1 / microbatches`: they
   come once for a batch.
-- cost_jk: `oracle.time.stage_comm.Meeting.exchange` from what j makes to what k needs of it, and of its adjoint.
+- cost_jk: `oracle.time.stage_comm.StageComm.exchange` from what j makes to what k needs of it, and of its adjoint.
 - memory_k: weights, gradients, optimizer state and kept activations by `oracle.findings.redundancy.held`; memory_jk: what k
   keeps of j in another layout than j does.
 
@@ -32,13 +32,13 @@ from fourfold.oracle.findings.redundancy import held
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.items import Item
 from fourfold.oracle.time.stage import StagePrices
-from fourfold.oracle.time.stage_comm import Meeting
+from fourfold.oracle.time.stage_comm import StageComm
 from fourfold.planner.splits.problem import Problem
-from fourfold.planner.splits.split_groups import Knot
+from fourfold.planner.splits.split_groups import SplitGroup
 from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lists.lowered_plan import Part
+from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.plans.lists.messages import StageMessages
 from fourfold.plans.lists.paths import Paths
 from fourfold.plans.lists.stage_list import StageList
@@ -104,7 +104,7 @@ class Surrogate:
     """All knots of a graph at one place. Equal knots are priced once, equal exchanges too."""
 
     graph: Graph
-    knots: Sequence[Knot]
+    knots: Sequence[SplitGroup]
     live: frozenset[str]
     place: Place
     fixed: Sequence[Fix] = ()
@@ -113,12 +113,12 @@ class Surrogate:
 
     def __post_init__(self) -> None:
         concrete = self.graph.at(self.place.size)
-        self.meeting = Meeting(prices=self.place.prices, paths=self.place.paths, members=[0], graph=concrete)
+        self.comm = StageComm(prices=self.place.prices, paths=self.place.paths, members=[0], graph=concrete)
         self.flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
         anchors = [concrete.producer[knot.anchor.results[0]] for knot in self.knots]
         self.options = [self._options(knot, nest_of(op, concrete)) for knot, op in zip(self.knots, anchors, strict=True)]
 
-    def _options(self, knot: Knot, nest: Nest) -> list[tuple[Choice, Priced]]:
+    def _options(self, knot: SplitGroup, nest: Nest) -> list[tuple[Choice, Priced]]:
         """The choices of a knot that can be, priced."""
         wanted = [split for pattern, split in self.fixed if matches(pattern, knot.anchor)]
         light = nest.flops <= LIGHT * self.flops
@@ -133,7 +133,7 @@ class Surrogate:
             raise Infeasible(f"{knot.anchor.path} cannot be split{asked} over {self.place.mesh}")
         return found
 
-    def priced(self, knot: Knot, choice: Choice) -> Priced | None:
+    def priced(self, knot: SplitGroup, choice: Choice) -> Priced | None:
         """None where the knot cannot be split so."""
         key = (knot.key, choice)
         if key not in self._priced:
@@ -179,16 +179,22 @@ class Surrogate:
                 out[maker, knot.index] = (seconds, extra) if known is None else (known[0] + seconds, known[1] + extra)
         return out
 
-    def _pair(self, value: str, maker: Knot, reader: Knot) -> tuple[np.ndarray, np.ndarray]:
+    def _pair(self, value: str, maker: SplitGroup, reader: SplitGroup) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of moving a value, and bytes the reader keeps besides the maker, by the choices of both."""
         haves = [p.layouts[maker.number[value]] for _, p in self.options[maker.index]]
         needs = [p.layouts[reader.number[value]] for _, p in self.options[reader.index]]
-        item = self.meeting.item(value)
+        item = self.comm.item(value)
         seconds = np.array([[self.moved(have, need, value) for need in needs] for have in haves])
         keeps = value in reader.saved
-        extra = np.array([[
-            item * _numel(need) if keeps and (value not in maker.saved or have.dims != need.dims) else 0.0
-            for need in needs] for have in haves])  # fmt: skip
+        extra = np.array(
+            [
+                [
+                    item * _numel(need) if keeps and (value not in maker.saved or have.dims != need.dims) else 0.0
+                    for need in needs
+                ]
+                for have in haves
+            ]
+        )
         return seconds, extra
 
     def moved(self, have: Layout, need: Layout, value: str) -> float:
@@ -196,11 +202,11 @@ class Surrogate:
         if have == need:
             return 0.0
         live = value in self.live
-        key = (have, need, self.meeting.item(value), live)
+        key = (have, need, self.comm.item(value), live)
         if key not in self._moves:
             there = Exchange(self.place.mesh, have, need)
             ways = [there, there.adjoint] if live else [there]
-            items = [item for way in ways for item in self.meeting.exchange(way, value, "layer_exchange")]
+            items = [item for way in ways for item in self.comm.exchange(way, value, "layer_exchange")]
             self._moves[key] = _seconds(items, self.place)
         return self._moves[key]
 
@@ -240,12 +246,12 @@ def _room(nest: Nest, split: str) -> int:
     return max((loop.size // loop.unit // loop.outer for loop in nest.labelled(split)), default=0)
 
 
-def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> Priced:
+def _priced(knot: SplitGroup, choice: Choice, place: Place, live: frozenset[str]) -> Priced:
     rules = ((knot.anchor.path, dict(choice)),)
     plan = Plan(graph="", batch=place.size, mesh=place.mesh, splits=rules)
     program = lower_part(knot.graph, plan, around=Surroundings(live=live))
     stage = Stage(first="", ranks=place.ranks, mesh=place.mesh)
-    part = Part(index=0, stage=stage, graph=knot.graph, programs={place.size: program})
+    part = LoweredStage(index=0, stage=stage, graph=knot.graph, programs={place.size: program})
     stages = StagePrices(StageList(StageMessages(program, place.paths, live, place.prices.precision)), place.prices)
     forward, backward = stages.forward(), stages.backward()
     sent = [item for item in backward if item.category == "gradient_exchange"]
@@ -271,10 +277,10 @@ def _priced(knot: Knot, choice: Choice, place: Place, live: frozenset[str]) -> P
 def _seconds(items: Iterable[Item], place: Place) -> float:
     if place.sharers == 1:
         return sum(item.seconds for item in items)
-    return sum(item.seconds * item.busy * max(place.crowd * item.even, 1.0) for item in items)
+    return sum(item.seconds * item.busy * max(place.crowd * item.mean_over_max, 1.0) for item in items)
 
 
-def _by_op(knot: Knot, items: Sequence[Item], place: Place) -> tuple[float, ...]:
+def _by_op(knot: SplitGroup, items: Sequence[Item], place: Place) -> tuple[float, ...]:
     """Seconds by op; what has no op's name is the anchor's."""
     at = {op.path: k for k, op in enumerate(knot.graph.ops)}
     out = [0.0] * len(knot.graph.ops)

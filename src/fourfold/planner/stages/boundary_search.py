@@ -21,7 +21,7 @@ ROUNDS = 8
 FEW = 8  # stages up to which every boundary is tried
 
 
-def climbed(
+def hill_climb(
     candidate: Candidate, graph: Graph, replayed: Callable[[Plan], Candidate], late: Callable[[], bool] = lambda: False
 ) -> Candidate:
     """The best plan that is reached, or the candidate itself. One that fits is not left for one that does not. `late`: whether

@@ -71,8 +71,15 @@ def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], known: Col
     for (j, k), table in problem.pairs.items():
         seconds[at[surrogate.knots[k].anchor.path]] += table[chosen[j], chosen[k]]
     names = [op.name for op in ops]
-    return Layers(paths=tuple(at), seconds=seconds, stored=stored, kept=kept, alive=alive_bytes(concrete, names),
-                  heads=tuple(heads(concrete, ops)), known=tuple(op.path in known for op in ops))  # fmt: skip
+    return Layers(
+        paths=tuple(at),
+        seconds=seconds,
+        stored=stored,
+        kept=kept,
+        alive=alive_bytes(concrete, names),
+        heads=tuple(heads(concrete, ops)),
+        known=tuple(op.path in known for op in ops),
+    )
 
 
 def partition(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fourfold.errors import Infeasible
-from fourfold.planner.search_task import AUTO, Refusal, Task
+from fourfold.planner.search_task import AUTO, Refusal, SearchTask
 from fourfold.planner.splits.meshes import DATA, EVERY, MODEL, Grid
 from fourfold.planner.splits.solve import solve
 from fourfold.planner.splits.split_search import ROOM, Splitting, emitted
@@ -23,7 +23,7 @@ FEW = 4  # devices on which as many micro-batches as stages are tried too: large
 DEEPEST = 32  # stages
 
 
-def staged(task: Task, compute: float, best: float, *, few: bool, mixed: bool) -> Iterator[Staged | Refusal]:
+def staged(task: SearchTask, compute: float, best: float, *, few: bool, mixed: bool) -> Iterator[Staged | Refusal]:
     """Plans of two stages and more; `few`: not every number of stages and micro-batches; `mixed`: micro-batches change the
     numbers, so that the whole batch is tried as one. Those are passed over whose bubble alone makes them slower than `best`:
     `compute` is how long the devices together need without one, with kernels no smaller."""
@@ -53,13 +53,13 @@ def staged(task: Task, compute: float, best: float, *, few: bool, mixed: bool) -
                 yield Refusal(strategy=f"{AUTO} {count} unequal stages", reason=str(reason))
 
 
-def _unequal(task: Task) -> range:
+def _unequal(task: SearchTask) -> range:
     """Numbers of stages of different sizes worth a look: on few devices, all of one kind."""
     alike = len({kind.name for kind, _ in task.cluster.runs_in_use()}) == 1
     return range(2, 4 if task.devices <= FEW else 3) if alike and 2 < task.devices <= MANY else range(0)
 
 
-def _grids(task: Task, ranks: int) -> Iterator[Grid]:
+def _grids(task: SearchTask, ranks: int) -> Iterator[Grid]:
     """Inside a stage: examples over all ranks, or weights within a node and examples across."""
     yield Grid(mesh=Mesh.of(data=ranks), splits={DATA: ("batch",)})
     near = len(task.cluster.node_ranks(0))
@@ -69,7 +69,7 @@ def _grids(task: Task, ranks: int) -> Iterator[Grid]:
         yield Grid(mesh=axes, splits={DATA: ("batch",), MODEL: EVERY})
 
 
-def _cut(task: Task, splitting: Splitting, grid: Grid, count: int, micro: int) -> Iterator[Staged | Refusal]:
+def _cut(task: SearchTask, splitting: Splitting, grid: Grid, count: int, micro: int) -> Iterator[Staged | Refusal]:
     ranks, size = grid.mesh.size, -(-task.batch // micro)
     surrogate = splitting.surrogate(grid, tuple(range(ranks)), size, micro)
     solution = solve(surrogate.problem(0.0))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fourfold.planner.search_task import Task
+from fourfold.planner.search_task import SearchTask
 from fourfold.planner.splits.meshes import DATA, Grid
 from fourfold.planner.splits.solve import solve
 from fourfold.planner.splits.split_search import ROOM, Splitting, emitted
@@ -20,7 +20,7 @@ from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.strategies.balance import least_loaded_by
 
 
-def uneven(task: Task, splitting: Splitting, count: int, micro: int) -> Iterator[Staged]:
+def uneven(task: SearchTask, splitting: Splitting, count: int, micro: int) -> Iterator[Staged]:
     """The best stages of different numbers of ranks, each of which takes its share of the examples."""
     size, known = -(-task.batch // micro), {op.path for op in task.graph.ops}
     kinds = {}

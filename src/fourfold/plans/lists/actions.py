@@ -177,9 +177,25 @@ class GatherSlices:
 
 
 Action = (
-    Compute | Move | Launch | Await | Fetch | Release | Give | Limit | Free | Barrier | RunPasses | RunSegment | Rerun | Back
-    | Sum | Complete | Update | GatherSlices
-)  # fmt: skip
+    Compute
+    | Move
+    | Launch
+    | Await
+    | Fetch
+    | Release
+    | Give
+    | Limit
+    | Free
+    | Barrier
+    | RunPasses
+    | RunSegment
+    | Rerun
+    | Back
+    | Sum
+    | Complete
+    | Update
+    | GatherSlices
+)
 
 
 def flat(actions: Iterable[Action]) -> Iterator[Action]:

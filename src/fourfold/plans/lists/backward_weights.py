@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fourfold.plans.layout.mesh import Coords
-from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.lists.rank_classes import rank_classes
 from fourfold.plans.lists.result_layout import Strided, results
 from fourfold.plans.lists.saved_tensors import Share, saving
 from fourfold.plans.lowering.program import Compute, Move, Program, inside
@@ -29,7 +29,7 @@ def needed(
     """By the identity of an op with a backward, the weights that it reads, in the order of its operands. `item`: bytes of an
     element of a value; `overwriting`: the numbers of the steps done in place."""
     out: dict[int, list[Move]] = {}
-    for members in alike(program.mesh, [program]):
+    for members in rank_classes(program.mesh, [program]):
         walk = _Walk(moves, program.mesh.coords(members[0]), gradients, item)
         for step, found in walk.steps(program, overwriting):
             mine = out.setdefault(id(step), [])

@@ -46,7 +46,7 @@ UNTIMED = ("listen", "begin", "loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class StageAction:
     """One entry of a rank's list."""
 
     kind: Literal["listen", "begin", "F", "B", "receive", "send", "reduce", "tie", "loss", "clip", "update"]
@@ -67,7 +67,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LoweredStage:
     """One stage: its graph and its programs, by the number of examples in a micro-batch."""
 
     index: int
@@ -103,13 +103,13 @@ class Tie:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class LoweredPlan:
     """The lowered plan."""
 
     plan: Plan
     graph: Graph
     loss: MicroLoss
-    parts: tuple[Part, ...]
+    parts: tuple[LoweredStage, ...]
     cut: Cut
     counts: Mapping[int, Mapping[int, Program]]  # by stage and micro-batch size: what the loss divides by, where it is needed
 
@@ -123,7 +123,7 @@ class Pipeline:
         return tuple(dict.fromkeys(part.stage.ranks for part in self.parts))
 
     @cached_property
-    def last(self) -> Part:
+    def last(self) -> LoweredStage:
         """The stage that has the loss."""
         return next(part for part in self.parts if part.graph.loss)
 
@@ -131,40 +131,43 @@ class Pipeline:
     def turns(self) -> dict[tuple[int, str, int], tuple[int, int]]:
         """By stage, way and micro-batch: the place an action is done at, and at which of its turns."""
         rows = enumerate(self.plan.timetable.rows)
-        return {(a.stage, "F" if a.kind == "F" else "B", a.microbatch): (place, turn) for place, row in rows
-                for turn, a in enumerate(row)}  # fmt: skip
+        return {
+            (a.stage, "F" if a.kind == "F" else "B", a.microbatch): (place, turn)
+            for place, row in rows
+            for turn, a in enumerate(row)
+        }
 
-    def tasks(self, rank: int, *, clips: bool = False) -> tuple[Task, ...]:
+    def tasks(self, rank: int, *, clips: bool = False) -> tuple[StageAction, ...]:
         """What a rank does, in order. `clips`: the user's loop clips gradients by their norm, before the update."""
         found = self._lists[next(k for k, ranks in enumerate(self.places) if rank in ranks)]
-        return (*found[:-1], Task(kind="clip"), found[-1]) if clips else found
+        return (*found[:-1], StageAction(kind="clip"), found[-1]) if clips else found
 
     @cached_property
-    def _lists(self) -> tuple[tuple[Task, ...], ...]:
+    def _lists(self) -> tuple[tuple[StageAction, ...], ...]:
         return tuple(map(self._list, range(len(self.places))))
 
-    def _list(self, place: int) -> tuple[Task, ...]:
+    def _list(self, place: int) -> tuple[StageAction, ...]:
         row = self.plan.timetable.rows[place]
         posts = _posted(row, self.plan.schedule not in BLOCKING)
-        out: list[Task] = []
+        out: list[StageAction] = []
         for action, received in zip(row, posts, strict=True):
             out += [task for a in received for task in self._mail("receive", a)]
-            out.append(Task(kind="F" if action.kind == "F" else "B", stage=action.stage, microbatch=action.microbatch))
+            out.append(StageAction(kind="F" if action.kind == "F" else "B", stage=action.stage, microbatch=action.microbatch))
             out += self._mail("send", action)
         for at in {task.stage: k for k, task in enumerate(out) if task.kind == "B"}.values():
             out[at] = replace(out[at], last=True)
         stages = [part.index for part in self.parts if part.stage.ranks == self.places[place]]
-        listens = [Task(kind="listen")] if self.last.index not in stages else []
-        begins = [Task(kind="begin", stage=index) for index in stages]
-        out += [Task(kind="reduce", stage=index) for index in stages]
-        out += [Task(kind="tie")] if self.cut.tied else []
-        return (*listens, *begins, *out, Task(kind="loss"), Task(kind="update", stage=stages[0]))
+        listens = [StageAction(kind="listen")] if self.last.index not in stages else []
+        begins = [StageAction(kind="begin", stage=index) for index in stages]
+        out += [StageAction(kind="reduce", stage=index) for index in stages]
+        out += [StageAction(kind="tie")] if self.cut.tied else []
+        return (*listens, *begins, *out, StageAction(kind="loss"), StageAction(kind="update", stage=stages[0]))
 
-    def _mail(self, kind: Literal["send", "receive"], action: Action) -> list[Task]:
+    def _mail(self, kind: Literal["send", "receive"], action: Action) -> list[StageAction]:
         """What is received for an action, or sent after it."""
         way: Literal["F", "B"] = "F" if action.kind == "F" else "B"
         peers = self._peers.get((kind, action.stage, way), {})
-        return [Task(kind=kind, stage=action.stage, microbatch=action.microbatch, peer=peer, way=way) for peer in peers]
+        return [StageAction(kind=kind, stage=action.stage, microbatch=action.microbatch, peer=peer, way=way) for peer in peers]
 
     @cached_property
     def _peers(self) -> dict[tuple[str, int, str], dict[int, None]]:
@@ -267,14 +270,14 @@ def _posted(row: tuple[Action, ...], ahead: bool) -> list[list[Action]]:
     return out
 
 
-def pipeline(graph: Graph, plan: Plan) -> Pipeline:
+def lower_plan(graph: Graph, plan: Plan) -> LoweredPlan:
     """Lower a plan for all its stages and micro-batches."""
     plan.check(graph)
     return lowered(graph, plan)
 
 
-def lowered(graph: Graph, plan: Plan, *, like: Pipeline | None = None) -> Pipeline:
-    """As `pipeline`; with `like`, the same model in another mode, which shall share the tensors that one stores."""
+def lowered(graph: Graph, plan: Plan, *, like: LoweredPlan | None = None) -> LoweredPlan:
+    """As `lower_plan`; with `like`, the same model in another mode, which shall share the tensors that one stores."""
     loss = microbatched(graph, plan.batch, plan.microbatches)
     whole = loss.graph
     firsts = [stage.first for stage in plan.parts] if like is None else _firsts(whole, like)
@@ -285,10 +288,10 @@ def lowered(graph: Graph, plan: Plan, *, like: Pipeline | None = None) -> Pipeli
         lowering.part(k, stage, like.parts[k].program if like is not None else None) for k, stage in enumerate(plan.parts)
     )
     counts = {part.index: _counts(loss.counts, plan, part) for part in parts if set(loss.counted) & set(part.graph.targets)}
-    return Pipeline(plan=plan, graph=graph, loss=loss, parts=parts, cut=made, counts=counts)
+    return LoweredPlan(plan=plan, graph=graph, loss=loss, parts=parts, cut=made, counts=counts)
 
 
-def _counts(graph: Graph | None, plan: Plan, part: Part) -> dict[int, Program]:
+def _counts(graph: Graph | None, plan: Plan, part: LoweredStage) -> dict[int, Program]:
     """The program that counts what the loss divides by, on the inputs as the stage has them."""
     assert graph is not None
     out = {}
@@ -299,7 +302,7 @@ def _counts(graph: Graph | None, plan: Plan, part: Part) -> dict[int, Program]:
     return out
 
 
-def _firsts(graph: Graph, like: Pipeline) -> list[str]:
+def _firsts(graph: Graph, like: LoweredPlan) -> list[str]:
     """Where the stages of a model begin in another mode: at the first op it has in common with each."""
     paths = [op.path for op in graph.ops]
     out = [""]
@@ -321,13 +324,13 @@ class _Stages:
         self.graph, self.plan, self.made = graph, plan, made
         self._whole: dict[tuple[Mesh, int], Program] = {}
 
-    def part(self, index: int, stage: Stage, like: Program | None) -> Part:
+    def part(self, index: int, stage: Stage, like: Program | None) -> LoweredStage:
         first, *others = dict.fromkeys(self.plan.sizes)
         programs = {first: self._program(index, stage, first, like)}
         for size in others:
             alike = self._program(index, stage, size, programs[first]) if like is not None else None
             programs[size] = alike or self._alike(index, stage, size, programs[first])
-        return Part(index=index, stage=stage, graph=self.made.graphs[index], programs=programs)
+        return LoweredStage(index=index, stage=stage, graph=self.made.graphs[index], programs=programs)
 
     def _alike(self, index: int, stage: Stage, size: int, known: Program) -> Program:
         """The program of another size of micro-batch, its parameters kept and their gradients summed as the known one does.
@@ -341,8 +344,10 @@ class _Stages:
         if found.reductions != known.reductions:
             keys = {p.name: p.key for p in found.graph.parameters}
             name = next(n for n in keys if found.reductions.get(n) != known.reductions.get(n))
-            raise Infeasible(f"stage {index} would sum the gradient of {keys[name]} otherwise for micro-batches of {size} than "
-                             f"for those of {max(self.plan.sizes)}; use micro-batches of one size")  # fmt: skip
+            raise Infeasible(
+                f"stage {index} would sum the gradient of {keys[name]} otherwise for micro-batches of {size} than "
+                f"for those of {max(self.plan.sizes)}; use micro-batches of one size"
+            )
         return found
 
     def _program(self, index: int, stage: Stage, size: int, like: Program | None) -> Program:
@@ -383,16 +388,22 @@ def _check_segments(plan: Plan, made: Cut) -> None:
             raise InvalidInput(f"recomputation begins at '{segment.first}', which is no op; `fourfold inspect` lists them")
         paths = at[homes[0]]
         if segment.last not in paths or paths.index(segment.last) < paths.index(segment.first):
-            raise InvalidInput(f"recomputation from '{segment.first}' ends at '{segment.last}', which does not follow it in "
-                               f"stage {homes[0]}; end it at '{paths[-1]}' or before")  # fmt: skip
+            raise InvalidInput(
+                f"recomputation from '{segment.first}' ends at '{segment.last}', which does not follow it in "
+                f"stage {homes[0]}; end it at '{paths[-1]}' or before"
+            )
         if (homes[0], paths.index(segment.first)) <= last:
-            raise InvalidInput(f"recomputation from '{segment.first}' begins within or before the segment listed before it; "
-                               "list them in order, without overlap")  # fmt: skip
+            raise InvalidInput(
+                f"recomputation from '{segment.first}' begins within or before the segment listed before it; "
+                "list them in order, without overlap"
+            )
         last = homes[0], paths.index(segment.last)
 
 
 def check_runnable(plan: Plan) -> None:
     """Refuse a schedule that the devices at hand cannot run."""
     if plan.schedule in ASYNCHRONOUS:
-        raise Infeasible(f"schedule {plan.schedule} needs devices that stream transfers under compute; these compute or wait: "
-                         "use 1f1b-so, 1f1b-sno, gpipe or interleaved")  # fmt: skip
+        raise Infeasible(
+            f"schedule {plan.schedule} needs devices that stream transfers under compute; these compute or wait: "
+            "use 1f1b-so, 1f1b-sno, gpipe or interleaved"
+        )

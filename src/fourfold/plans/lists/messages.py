@@ -21,7 +21,7 @@ from fourfold.plans.lists.actions import Bunch, GatherSlices, Sum
 from fourfold.plans.lists.backward_weights import needed
 from fourfold.plans.lists.comm_batches import Bucket, Gradient
 from fourfold.plans.lists.paths import Path, Paths
-from fourfold.plans.lists.rank_classes import alike
+from fourfold.plans.lists.rank_classes import rank_classes
 from fourfold.plans.lowering.lifetimes import backwards, order_of_use, overwriting
 from fourfold.plans.lowering.program import Compute, Move, Program, inside
 
@@ -84,8 +84,14 @@ class StageMessages:
         """By the identity of an op, the gathered weights that its backward reads."""
         if not self.moves:
             return {}
-        return needed(self.program, self.moves, gradients=self.gradients, item=self.item, backwards=self.backwards,
-                      overwriting=self.overwriting)  # fmt: skip
+        return needed(
+            self.program,
+            self.moves,
+            gradients=self.gradients,
+            item=self.item,
+            backwards=self.backwards,
+            overwriting=self.overwriting,
+        )
 
     def gradients(self, step: Compute) -> list[bool]:
         """Which operands of an op get a gradient."""
@@ -181,7 +187,7 @@ class StageMessages:
             assert len(steps) <= 1, f"{name} is gathered in {len(steps)} steps"
             for step in steps:
                 groups.setdefault((step.axes, self.dtype(name)), []).append(name)
-        kinds = [program.mesh.coords(members[0]) for members in alike(program.mesh, [program])] if groups else []
+        kinds = [program.mesh.coords(members[0]) for members in rank_classes(program.mesh, [program])] if groups else []
         for (axes, dtype), names in groups.items():
             item = self.item(names[0])
             shapes = [[program.updates[name].local_shape(coords) for name in names] for coords in kinds]

@@ -13,7 +13,7 @@ from fourfold.plans.layout.ownership import Own
 from fourfold.plans.lowering.program import Compute, Program, inside
 
 
-def alike(mesh: Mesh, programs: Iterable[Program]) -> list[tuple[int, ...]]:
+def rank_classes(mesh: Mesh, programs: Iterable[Program]) -> list[tuple[int, ...]]:
     """The members of a mesh in sets whose shards have the same sizes in all these programs, in the order of their firsts."""
     owns = dict.fromkeys(own for program in programs for layout in _layouts(program) for own in layout.dims)
     divisions = dict.fromkeys((own.axes, own.counts) for own in owns if own.uneven)

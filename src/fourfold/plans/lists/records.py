@@ -33,7 +33,7 @@ from fourfold.plans.lists.actions import (
 )
 from fourfold.plans.lists.comm_batches import Bucket
 from fourfold.plans.lists.kernel_collectives import collectives_inside
-from fourfold.plans.lists.lowered_plan import Pipeline, Task
+from fourfold.plans.lists.lowered_plan import LoweredPlan, StageAction
 from fourfold.plans.lists.saved_tensors import Share
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
@@ -58,22 +58,22 @@ NORM_BYTES = 8
 
 
 def records(
-    pipeline: Pipeline, placement: Placement, rank: int, *, precision: str = "fp32", clips: bool = False
+    lowered: LoweredPlan, placement: Placement, rank: int, *, precision: str = "fp32", clips: bool = False
 ) -> list[Record]:
     """One step of a rank, from its lists."""
-    walk = _Rank(pipeline, placement, rank, precision)
-    return [record for task in pipeline.tasks(rank, clips=clips) for record in walk.task(task)]
+    walk = _Rank(lowered, placement, rank, precision)
+    return [record for task in lowered.tasks(rank, clips=clips) for record in walk.task(task)]
 
 
 class _Rank:
-    def __init__(self, pipeline: Pipeline, placement: Placement, rank: int, precision: str) -> None:
-        self.pipeline, self.plan, self.rank, self.precision = pipeline, pipeline.plan, rank, precision
+    def __init__(self, lowered: LoweredPlan, placement: Placement, rank: int, precision: str) -> None:
+        self.lowered, self.plan, self.rank, self.precision = lowered, lowered.plan, rank, precision
         self.placement = placement
-        lists = pipeline.lists(placement, precision)
-        flying: dict[int, deque[str]] = {part.index: deque() for part in pipeline.parts}
+        lists = lowered.lists(placement, precision)
+        flying: dict[int, deque[str]] = {part.index: deque() for part in lowered.parts}
         self.stages = {key: _Stage(found, rank, flying[key[0]]) for key, found in lists.items() if rank in found.paths.ranks}
 
-    def task(self, task: Task) -> Iterator[Record]:
+    def task(self, task: StageAction) -> Iterator[Record]:
         size, first = self.plan.sizes[task.microbatch], self.plan.sizes[0]
         if task.kind == "begin":
             stage = self.stages[task.stage, first]
@@ -98,53 +98,53 @@ class _Rank:
             if self.plan.size > 1:
                 yield Record("all_reduce", "collective", tuple(range(self.plan.size)), NORM_BYTES, "clip")
         else:
-            for index in (p.index for p in self.pipeline.parts if self.rank in p.stage.ranks):
+            for index in (p.index for p in self.lowered.parts if self.rank in p.stage.ranks):
                 stage = self.stages[index, first]
                 yield from stage.records(stage.lists.update)
 
     def _counts(self, index: int) -> Iterator[Record]:
         """The programs that count what the loss divides by, one micro-batch after the other."""
-        for size in self.plan.sizes if index in self.pipeline.counts else ():
-            lists = self.pipeline.counters(self.placement, self.precision)[index, size]
+        for size in self.plan.sizes if index in self.lowered.counts else ():
+            lists = self.lowered.counters(self.placement, self.precision)[index, size]
             stage = _Stage(lists, self.rank, deque())
             yield from stage.records(lists.forward)
             for name in lists.program.outputs:
                 axes = lists.program.mesh.ordered(lists.program.layouts[name].partial)
                 yield from stage.summed(axes, lists.messages.item(name) * lists.program.graph.values[name].numel)
 
-    def _mail(self, task: Task) -> Iterator[Record]:
+    def _mail(self, task: StageAction) -> Iterator[Record]:
         size, out = self.plan.sizes[task.microbatch], task.kind == "send"
         ends = (task.stage, task.peer) if out else (task.peer, task.stage)
-        for crossing in self.pipeline.between(*ends, task.way):
-            source, target = (self.pipeline.side(end, crossing.value, size) for end in ends)
+        for crossing in self.lowered.between(*ends, task.way):
+            source, target = (self.lowered.side(end, crossing.value, size) for end in ends)
             yield from self._passed(source, target, crossing.value, give=out)
 
     def _passed(self, source: Side, target: Side, value: str, *, give: bool) -> Iterator[Record]:
         """The messages with a tensor that this rank sends, or receives."""
-        item = item_bytes(self.pipeline.loss.graph.values[value].dtype, self.precision)
+        item = item_bytes(self.lowered.loss.graph.values[value].dtype, self.precision)
         for each in (outgoing if give else incoming)(source, target, self.rank):
             if each.peer != self.rank:
                 ends = (self.rank, each.peer) if give else (each.peer, self.rank)
                 yield Record("send" if give else "receive", "collective", ends, item * each.numel, value)
 
     def _ties(self) -> Iterator[Record]:
-        for tie in self.pipeline.ties:
-            source, target = (self.pipeline.stored_side(stage, tie.name) for stage in (tie.giver, tie.taker))
+        for tie in self.lowered.ties:
+            source, target = (self.lowered.stored_side(stage, tie.name) for stage in (tie.giver, tie.taker))
             if self.rank in target.ranks:
                 yield from self._passed(source, target, tie.name, give=False)
             if self.rank in source.ranks:
                 yield from self._passed(source, target, tie.name, give=True)
 
-    def _loss(self, task: Task) -> Iterator[Record]:
+    def _loss(self, task: StageAction) -> Iterator[Record]:
         """The sum over the ranks that have shares of the loss; the first of them tells the stages that have none."""
-        part, ranks = self.pipeline.last, self.pipeline.last.stage.ranks
+        part, ranks = self.lowered.last, self.lowered.last.stage.ranks
         item = item_bytes(part.graph.values[part.graph.loss].dtype, self.precision)
         if self.rank not in ranks:
             yield from [Record("receive", "collective", (ranks[0], self.rank), item, "loss")] if task.kind == "listen" else []
             return
         stage = self.stages[part.index, self.plan.sizes[0]]
         yield from stage.summed(part.program.loss_axes, item)
-        for other in self.pipeline.without_loss if self.rank == ranks[0] else ():
+        for other in self.lowered.without_loss if self.rank == ranks[0] else ():
             yield Record("send", "collective", (self.rank, other), item, "loss")
 
 
@@ -250,4 +250,3 @@ class _Stage:
     def _updated(self, names: Iterable[str]) -> int:
         updates = self.lists.program.updates
         return sum(self.messages.item(name) * math.prod(updates[name].local_shape(self.coords)) for name in names)
-

@@ -92,10 +92,13 @@ class StageList:
         later = {slot for step in steps[high:] for slot in reads(step)} | set(self.program.slots.values())
         buffers = given & {p.name for p in self.messages.graph.parameters if p.buffer}
         return RunSegment(
-            actions=tuple(walk.steps(low, high)), again=tuple(_ForwardAgain(self).steps(low, high)), given=tuple(sorted(given)),
-            results=tuple(sorted(made & later)), buffers=tuple(sorted(buffers)),
+            actions=tuple(walk.steps(low, high)),
+            again=tuple(_ForwardAgain(self).steps(low, high)),
+            given=tuple(sorted(given)),
+            results=tuple(sorted(made & later)),
+            buffers=tuple(sorted(buffers)),
             spent=tuple(slot for k in range(low, high) for slot in self.frees[k] if slot in given),
-        )  # fmt: skip
+        )
 
     # --- backward ---
 

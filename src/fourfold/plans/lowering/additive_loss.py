@@ -22,9 +22,32 @@ from fourfold.ops.nest import Nest, nest_of
 from fourfold.plans.lowering.loss_counts import Counts, used
 from fourfold.plans.lowering.sample_dims import Mixed, Samples, Spread, ancestors, kind_of
 
-_ADDITIVE = ("add", "sub", "rsub", "neg", "clone", "alias", "contiguous", "detach", "to", "_to_copy", "view", "reshape", "cat",
-             "flatten", "squeeze", "unsqueeze", "stack", "sum", "mean", "permute", "transpose", "t", "expand",
-             "select")  # fmt: skip
+_ADDITIVE = (
+    "add",
+    "sub",
+    "rsub",
+    "neg",
+    "clone",
+    "alias",
+    "contiguous",
+    "detach",
+    "to",
+    "_to_copy",
+    "view",
+    "reshape",
+    "cat",
+    "flatten",
+    "squeeze",
+    "unsqueeze",
+    "stack",
+    "sum",
+    "mean",
+    "permute",
+    "transpose",
+    "t",
+    "expand",
+    "select",
+)
 """Ops linear in all their tensors together; numbers beside them are added."""
 _SCALING = ("mul", "div", "dot", "mv", "mm", "matmul")
 """Ops linear in one tensor, the others being factors."""
@@ -61,8 +84,9 @@ def _microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
     if microbatches == 1:
         return MicroLoss(graph=graph, fixed={}, counted={})
     if graph.batch is not None:
-        raise Infeasible(f"the model fixes its batch at {graph.batch}, so {microbatches} micro-batches cannot be smaller; "
-                         "use 1 micro-batch")  # fmt: skip
+        raise Infeasible(
+            f"the model fixes its batch at {graph.batch}, so {microbatches} micro-batches cannot be smaller; use 1 micro-batch"
+        )
     tail = _Tail(graph, batch, microbatches)
     loss = tail.share(graph.loss)
     notes = _notes(tail.samples, graph, batch // microbatches)
@@ -245,8 +269,15 @@ class _Tail:
         spec = spec if spec.is_float else TensorSpec(spec.shape, "float32")
         scale, result = self._fresh(f"{value}_scale"), self._fresh(f"{value}_scaled")
         self.values[scale], self.values[result] = TensorSpec((), spec.dtype), spec
-        product = Op(name=result, target="aten.mul.Tensor", args=(Ref(value), Ref(scale)), kwargs={}, results=(result,),
-                     module=module, pointwise=True)  # fmt: skip
+        product = Op(
+            name=result,
+            target="aten.mul.Tensor",
+            args=(Ref(value), Ref(scale)),
+            kwargs={},
+            results=(result,),
+            module=module,
+            pointwise=True,
+        )
         self._put(at, product)
         return scale
 
@@ -303,8 +334,10 @@ def _notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:
     for op in norms:
         shape = graph.at(smallest).values[op.operands[0]].shape
         if kind_of(op) == "batch_norm" and math.prod(shape) == shape[1]:
-            raise Infeasible(f"{op.path} would take its statistics of 1 value per channel in a micro-batch of {smallest}; "
-                             "use fewer micro-batches")  # fmt: skip
+            raise Infeasible(
+                f"{op.path} would take its statistics of 1 value per channel in a micro-batch of {smallest}; "
+                "use fewer micro-batches"
+            )
     shared = [op for op in samples.probe.ops if upstream & set(op.results) and samples.states[op.results[0]] is None]
     drawn = [op for op in shared if nest_of(op, samples.probe).kernel == "random"]
     tracked = {op.module for op in samples.norms}

@@ -67,9 +67,7 @@ def lower_part(
 
 
 class _Lowering:
-    def __init__(
-        self, graph: Graph, concrete: Graph, plan: Plan, chooser: Chooser | None, around: Surroundings
-    ) -> None:
+    def __init__(self, graph: Graph, concrete: Graph, plan: Plan, chooser: Chooser | None, around: Surroundings) -> None:
         self.symbolic, self.graph, self.plan, self.chooser, self.around = graph, concrete, plan, chooser, around
         self.mesh = plan.mesh
         self.examples: tuple[int, ...] | None = None  # inside a pass: its rows of the whole batch
@@ -291,8 +289,9 @@ class _Lowering:
         if have == need or (have.dims == need.dims and have.partial == need.partial and not self._has_gradient(name)):
             return name
         if name in self.parameters and self.parameters[name].buffer and any(loop.kind == "joint" for loop in nest.loops):
-            raise Infeasible(f"buffer {self.parameters[name].key} is tracked by two norms under different splits; "
-                             "split both alike")  # fmt: skip
+            raise Infeasible(
+                f"buffer {self.parameters[name].key} is tracked by two norms under different splits; split both alike"
+            )
         slot = f"{name}@{sum(1 for n, _ in self.forms if n == name)}"
         exchange = Exchange(self.mesh, have, need)
         kind = "parameter" if name in self.parameters else "halo" if _is_halo(have, need, nest) else "layer_exchange"
@@ -381,8 +380,15 @@ class _Lowering:
             shape = sub.graph.values[name].shape
             back = Layout(tuple(renumbered if d == at else Own.whole(s) for d, s in enumerate(shape)))
             slot = sub._demand(name, back, none)
-            sub.steps.append(Move(exchange=Exchange(self.mesh, back, back), source=slot, target=f"{name}/out", value=name,
-                                  kind="layer_exchange"))  # fmt: skip
+            sub.steps.append(
+                Move(
+                    exchange=Exchange(self.mesh, back, back),
+                    source=slot,
+                    target=f"{name}/out",
+                    value=name,
+                    kind="layer_exchange",
+                )
+            )
         for name in self.leaves & set(sub.layouts):
             if name in self.free:
                 self._store(name, sub.layouts[name])

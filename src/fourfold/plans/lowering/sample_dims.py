@@ -37,8 +37,25 @@ class Mixed:
 State = Spread | Mixed | None
 """None: the value does not depend on the batch."""
 
-_SHAPED = ("view", "reshape", "_unsafe_view", "expand", "broadcast_to", "zeros", "ones", "empty", "rand", "randn", "repeat",
-           "unflatten", "slice", "narrow", "split", "split_with_sizes", "arange")  # fmt: skip
+_SHAPED = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "expand",
+    "broadcast_to",
+    "zeros",
+    "ones",
+    "empty",
+    "rand",
+    "randn",
+    "repeat",
+    "unflatten",
+    "slice",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "arange",
+)
 """Ops whose plain numbers are sizes."""
 _UNIFORM = ("full", "zeros", "ones", "empty", "rand", "randn", "expand", "broadcast_to", "repeat")
 """Ops that make rows for every sample from none, all alike (or drawn alike)."""

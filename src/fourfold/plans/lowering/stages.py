@@ -94,8 +94,12 @@ def _part(
     read = {*wanted, *(buffer for buffer, _ in writes), *(n for n in outputs if n not in made)}
     inputs = (*(n for n in graph.inputs if n in read), *(n for n in wanted if n in makers))
     part = part_of(graph, ops, read, inputs)
-    return replace(part, loss=graph.loss if makers.get(graph.loss) == stage else "",
-                   outputs=tuple(dict.fromkeys((*outputs, *sent))), writes=writes)  # fmt: skip
+    return replace(
+        part,
+        loss=graph.loss if makers.get(graph.loss) == stage else "",
+        outputs=tuple(dict.fromkeys((*outputs, *sent))),
+        writes=writes,
+    )
 
 
 def part_of(graph: Graph, ops: tuple[Op, ...], read: Collection[str], inputs: tuple[str, ...]) -> Graph:
@@ -127,8 +131,10 @@ def _tied(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
     for name, stage in written.items():
         other = next((s for s in users[name] if s != stage), None)
         if other is not None:
-            raise Infeasible(f"buffer {keys[name]} is updated in stage {stage} and read in stage {other}; "
-                             "cut the model so that one stage has all its uses")  # fmt: skip
+            raise Infeasible(
+                f"buffer {keys[name]} is updated in stage {stage} and read in stage {other}; "
+                "cut the model so that one stage has all its uses"
+            )
     return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
 

@@ -31,8 +31,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.hosts or len(self.hosts) != len(self.devices):
-            raise InvalidInput(f"a placement needs one host and one device for each rank, it has {len(self.hosts)} and "
-                               f"{len(self.devices)}")  # fmt: skip
+            raise InvalidInput(
+                f"a placement needs one host and one device for each rank, it has {len(self.hosts)} and {len(self.devices)}"
+            )
         object.__setattr__(self, "_hash", hash((self.hosts, self.devices, self.room)))  # thousands of ranks, many look-ups
 
     def __hash__(self) -> int:
@@ -70,11 +71,15 @@ class Placement:
             out.append(f"predicted for {_counted(self.devices)}, running on {_counted(running.devices)}")
         mine, theirs = _numbered(self.hosts), _numbered(running.hosts)
         if mine != theirs:
-            out.append(f"predicted for ranks on hosts {_shown(mine)}, running on hosts {_shown(theirs)} (a host is where "
-                       "processes can share memory)")  # fmt: skip
+            out.append(
+                f"predicted for ranks on hosts {_shown(mine)}, running on hosts {_shown(theirs)} (a host is where "
+                "processes can share memory)"
+            )
         if running.room is not None and running.room < ENOUGH and "cpu" in running.devices:
-            out.append(f"ranks of a host can share {running.room / 2**20:.0f} MiB of memory here; what does not fit is sent "
-                       "over sockets")  # fmt: skip
+            out.append(
+                f"ranks of a host can share {running.room / 2**20:.0f} MiB of memory here; what does not fit is sent "
+                "over sockets"
+            )
         return out
 
 

@@ -79,8 +79,10 @@ class Plan:
         inputs = [s for s in self.inputs.values() if not _is_numbered(s, "dim:")]
         for split in [*inputs, *(s for _, by in self.splits for s in by.values())]:
             if split not in SPLITS and not _is_numbered(split, "domain:"):
-                raise InvalidInput(f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of "
-                                   f"{', '.join(SPLITS)} or domain:<i>")  # fmt: skip
+                raise InvalidInput(
+                    f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of "
+                    f"{', '.join(SPLITS)} or domain:<i>"
+                )
         axes = tuple(dict.fromkeys(name for stage in self.parts for name in stage.mesh.names))
         for axis in {*self.inputs, *(a for _, by in self.splits for a in by)}:
             if axis not in axes:
@@ -91,8 +93,10 @@ class Plan:
             raise InvalidInput(f"zero is {self.zero}; use 0, 1 (optimizer state divided) or 3 (weights too)")
         for run in self.passes:
             if run.axis not in axes or not isinstance(run.count, int) or run.count < 1:
-                raise InvalidInput(f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one "
-                                   f"of {', '.join(axes)} and a whole number of at least 1")  # fmt: skip
+                raise InvalidInput(
+                    f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one "
+                    f"of {', '.join(axes)} and a whole number of at least 1"
+                )
         if not 1 <= self.microbatches <= self.batch:
             raise InvalidInput(f"{self.microbatches} micro-batches of a batch of {self.batch}; use between 1 and {self.batch}")
         _check_ranks(self.stages)
@@ -171,8 +175,10 @@ class Plan:
                 names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
                 raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
         if graph.batch is not None and self.microbatches > 1:
-            raise InvalidInput(f"the model fixes its batch at {graph.batch}, so that it cannot be cut into "
-                               f"{self.microbatches} micro-batches; use 1")  # fmt: skip
+            raise InvalidInput(
+                f"the model fixes its batch at {graph.batch}, so that it cannot be cut into "
+                f"{self.microbatches} micro-batches; use 1"
+            )
         paths = [op.path for op in graph.ops]
         for what, path in [(f"stage {k} begins", s.first) for k, s in enumerate(self.stages) if s.first or k]:
             if strict and path not in paths:
@@ -184,8 +190,9 @@ class Plan:
             raise InvalidInput(f"the stages begin at ops {_shown([0, *begins])}; each must begin after the one before")
         for run in self.passes:
             if run.first not in paths:
-                raise InvalidInput(f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; "
-                                   f"`fourfold inspect` lists them")  # fmt: skip
+                raise InvalidInput(
+                    f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; `fourfold inspect` lists them"
+                )
 
 
 @lru_cache(maxsize=16)
@@ -221,8 +228,10 @@ def _check_ranks(stages: tuple[Stage, ...]) -> None:
         raise InvalidInput(f"the stages use ranks {_shown(used)}; each rank from 0 on belongs to one set of ranks")
     for k, stage in enumerate(stages):
         if stage.ranks != places[k % len(places)] or len(stages) % len(places):
-            raise InvalidInput(f"stage {k} of {len(stages)} is on ranks {_shown(stage.ranks)}; stages take turns on "
-                               f"{len(places)} sets of ranks, so it belongs on {_shown(places[k % len(places)])}")  # fmt: skip
+            raise InvalidInput(
+                f"stage {k} of {len(stages)} is on ranks {_shown(stage.ranks)}; stages take turns on "
+                f"{len(places)} sets of ranks, so it belongs on {_shown(places[k % len(places)])}"
+            )
 
 
 def _shown(ranks: Sequence[int]) -> str:

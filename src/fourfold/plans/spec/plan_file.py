@@ -28,9 +28,25 @@ MOST_SEGMENTS = 10_000
 MOST_PASSES = 256  # all together; each is lowered by itself
 OP = 1_000  # characters of an op's path, or of a pattern
 KEYS = (
-    "version", "model", "strategy", "graph", "batch", "mesh", "stages", "microbatches", "schedule", "recompute", "zero",
-    "policy", "inputs", "splits", "passes", "notes", "signature", "made_for",
-)  # fmt: skip
+    "version",
+    "model",
+    "strategy",
+    "graph",
+    "batch",
+    "mesh",
+    "stages",
+    "microbatches",
+    "schedule",
+    "recompute",
+    "zero",
+    "policy",
+    "inputs",
+    "splits",
+    "passes",
+    "notes",
+    "signature",
+    "made_for",
+)
 REMEDY = "write it with `fourfold plan -o`"
 
 
@@ -108,8 +124,11 @@ def _plan(table: Table) -> Plan:
     microbatches = table.whole("microbatches", 1, least=0, most=MOST_BATCH)
     turns = max(1, len(stages)) * (microbatches + len(stages))
     if turns > MOST_TURNS:
-        table.fail("microbatches", f"is {microbatches}, with {len(stages)} stages that is a schedule of {turns:,} turns; "
-                                   f"at most {MOST_TURNS:,} are read")  # fmt: skip
+        table.fail(
+            "microbatches",
+            f"is {microbatches}, with {len(stages)} stages that is a schedule of {turns:,} turns; "
+            f"at most {MOST_TURNS:,} are read",
+        )
     return Plan(
         graph=table.text("graph", most=NAME),
         batch=table.whole("batch", least=0, most=MOST_BATCH),
@@ -160,8 +179,9 @@ def _stage(table: Table, mesh: Mesh) -> Stage:
 
 def _splits(table: Table) -> tuple[tuple[str, Mapping[str, str]], ...]:
     entries = table.tables("splits", most=MOST_RULES)
-    found = tuple((entry.text("op", most=OP), {a: s for a, s in _named(entry, MOST_AXES + 1).items() if a != "op"})
-                  for entry in entries)  # fmt: skip
+    found = tuple(
+        (entry.text("op", most=OP), {a: s for a, s in _named(entry, MOST_AXES + 1).items() if a != "op"}) for entry in entries
+    )
     wild = sum(bool(WILD & set(pattern)) for pattern, _ in found)
     if wild > MOST_WILD:
         table.fail("splits", f"has {wild:,} patterns with wildcards, at most {MOST_WILD} are read; name the ops")

@@ -33,8 +33,13 @@ class Policy:
 
 
 BOUNDS = {
-    "bucket_bytes": (1, 2**40), "last_bucket_bytes": (0, 2**40), "bunch_bytes": (1, 2**40), "prefetch": (0, 2**20),
-    "sums_in_flight": (0, 2**20), "chunk_bytes": (1, 2**32), "small_bytes": (0, 2**28),
-}  # fmt: skip
+    "bucket_bytes": (1, 2**40),
+    "last_bucket_bytes": (0, 2**40),
+    "bunch_bytes": (1, 2**40),
+    "prefetch": (0, 2**20),
+    "sums_in_flight": (0, 2**20),
+    "chunk_bytes": (1, 2**32),
+    "small_bytes": (0, 2**28),
+}
 """The least and the most of each field. Shared memory has two rows of `small_bytes` for every rank of a group."""
 DEFAULT = Policy()

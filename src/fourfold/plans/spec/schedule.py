@@ -189,8 +189,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Several stages per rank, micro-batches in groups of `ranks` (Megatron's order): a bubble `chunks` times smaller."""
     if microbatches % ranks:
         fewer = microbatches // ranks * ranks
-        raise InvalidInput(f"interleaved needs a multiple of {ranks} micro-batches, {microbatches} given; "
-                           f"use {f'{fewer} or ' if fewer else ''}{fewer + ranks}")  # fmt: skip
+        raise InvalidInput(
+            f"interleaved needs a multiple of {ranks} micro-batches, {microbatches} given; "
+            f"use {f'{fewer} or ' if fewer else ''}{fewer + ranks}"
+        )
     total = microbatches * chunks
     rows = []
     for rank in range(ranks):
@@ -232,6 +234,8 @@ def schedule_named(name: str, ranks: int, microbatches: int, chunks: int | None 
     if name == "interleaved":
         return interleaved(ranks, microbatches, 2 if chunks is None else chunks)
     if chunks is not None and chunks > 1:
-        raise InvalidInput(f"schedule {name} runs one stage on each of {ranks} sets of ranks, {chunks * ranks} stages given; "
-                           f"use {ranks} stages or the schedule interleaved")  # fmt: skip
+        raise InvalidInput(
+            f"schedule {name} runs one stage on each of {ranks} sets of ranks, {chunks * ranks} stages given; "
+            f"use {ranks} stages or the schedule interleaved"
+        )
     return SCHEDULES[name](ranks, microbatches)

@@ -40,9 +40,15 @@ def _ready(schedule: Schedule, action: Action, ends: dict[Action, float]) -> boo
 
 
 def _end(
-    schedule: Schedule, action: Action, ends: dict[Action, float], free: float, forward: Sequence[float],
-    backward: Sequence[float], transfer: float, transfers: Transfers,
-) -> float:  # fmt: skip
+    schedule: Schedule,
+    action: Action,
+    ends: dict[Action, float],
+    free: float,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: float,
+    transfers: Transfers,
+) -> float:
     start, received = free, 0
     for half in action.halves:
         for need in needs(schedule, half):

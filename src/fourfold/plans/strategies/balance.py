@@ -100,8 +100,10 @@ def places(work: np.ndarray, alive: np.ndarray, begins: list[bool], stages: int,
     every = [k for k in inner if len(busy) and busy[0] < k <= busy[-1]]
     if len(every) < stages - 1:
         what = "the model" if pieces == "stages" else "a stage"
-        raise Infeasible(f"{what} can be cut in {len(every)} places, {stages} {pieces} need {stages - 1}; "
-                         f"use at most {len(every) + 1} {pieces}")  # fmt: skip
+        raise Infeasible(
+            f"{what} can be cut in {len(every)} places, {stages} {pieces} need {stages - 1}; "
+            f"use at most {len(every) + 1} {pieces}"
+        )
     return every
 
 

@@ -75,11 +75,14 @@ def _places(stages: int, ranks: int, schedule: str) -> int:
     """How many sets of ranks the stages take turns on."""
     places = stages // CHUNKS if schedule == "interleaved" and stages > 1 else stages
     if schedule == "interleaved" and stages > 1 and stages % CHUNKS:
-        raise InvalidInput(f"interleaved gives each rank {CHUNKS} stages, {stages} do not come out even; use "
-                           f"{stages - 1} or {stages + 1}")  # fmt: skip
+        raise InvalidInput(
+            f"interleaved gives each rank {CHUNKS} stages, {stages} do not come out even; use {stages - 1} or {stages + 1}"
+        )
     if places > ranks:
-        raise InvalidInput(f"{stages} stages need at least {places} ranks under {schedule}, {ranks} given; use at most "
-                           f"{ranks * (stages // places)} stages or more ranks")  # fmt: skip
+        raise InvalidInput(
+            f"{stages} stages need at least {places} ranks under {schedule}, {ranks} given; use at most "
+            f"{ranks * (stages // places)} stages or more ranks"
+        )
     return places
 
 

@@ -53,17 +53,16 @@ def parse(text: str) -> tuple[str, dict[str, int]]:
     for item in filter(None, rest.split(",")):
         key, eq, value = item.partition("=")
         if key not in allowed:
-            raise InvalidInput(f"strategy {name} has no option '{key}'{nearest(key, allowed)}; it takes "
-                               f"{', '.join(allowed) or 'none'}")  # fmt: skip
+            raise InvalidInput(
+                f"strategy {name} has no option '{key}'{nearest(key, allowed)}; it takes {', '.join(allowed) or 'none'}"
+            )
         if not eq or not value.isdigit() or int(value) < 1:
             raise InvalidInput(f"strategy option {item!r} needs a positive whole number, as in {key}=2")
         options[key] = int(value)
     return name, options
 
 
-def named(
-    text: str, graph: Graph, *, ranks: int, batch: int, model: str = "", options: Options | None = None
-) -> Plan:
+def named(text: str, graph: Graph, *, ranks: int, batch: int, model: str = "", options: Options | None = None) -> Plan:
     """The plan of a named strategy. `options` go before what its own text says."""
     if ranks < 1:
         raise InvalidInput(f"{ranks} ranks asked for; use at least 1")
@@ -111,8 +110,15 @@ def _divisor(ranks: int) -> int:
 class _Chooser:
     """Splits anchors along one axis by the first of several preferences they offer, and remembers what it chose."""
 
-    def __init__(self, request: Request, mesh: Mesh, axis: str, prefer: Callable[[Op, Nest], tuple[str, ...]],
-                 *, keep: Callable[[Nest, str | None], bool]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        request: Request,
+        mesh: Mesh,
+        axis: str,
+        prefer: Callable[[Op, Nest], tuple[str, ...]],
+        *,
+        keep: Callable[[Nest, str | None], bool],
+    ) -> None:
         self.mesh, self.axis, self.prefer, self.keep = mesh, axis, prefer, keep
         concrete = request.graph.at(request.batch)
         self.total = sum(nest_of(op, concrete).flops for op in concrete.ops) or 1
@@ -160,9 +166,13 @@ def _keep_shared(nest: Nest, loop: str | None) -> bool:
 
 
 def _anchored(
-    request: Request, mesh: Mesh, axis: str, prefer: Callable[[Op, Nest], tuple[str, ...]], inputs: Mapping[str, str],
+    request: Request,
+    mesh: Mesh,
+    axis: str,
+    prefer: Callable[[Op, Nest], tuple[str, ...]],
+    inputs: Mapping[str, str],
     keep: Callable[[Nest, str | None], bool] = _keep_shared,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Walk the graph once, let each anchor choose, and write the choices down as rules."""
     chooser = _Chooser(request, mesh, axis, prefer, keep=keep)
     lower(request.graph, _plan(request, mesh, inputs=inputs), chooser)
@@ -237,8 +247,10 @@ def _spatial_plan(request: Request, mesh: Mesh, axes: Mapping[str, str], data: M
         if label not in sizes:
             raise Infeasible(f"the inputs have no {label}; they have {', '.join(sizes)}")
         if sizes[label] < mesh.extent(axis):
-            raise Infeasible(f"the inputs' {label} has {sizes[label]} rows, axis {axis} has {mesh.extent(axis)} ranks; "
-                             f"use at most {sizes[label]}")  # fmt: skip
+            raise Infeasible(
+                f"the inputs' {label} has {sizes[label]} rows, axis {axis} has {mesh.extent(axis)} ranks; "
+                f"use at most {sizes[label]}"
+            )
     inputs = {**data, **axes}
     plan = _plan(request, mesh, inputs=inputs)
     for axis in axes:

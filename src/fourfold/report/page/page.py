@@ -12,8 +12,8 @@ from fourfold.oracle.scaling import Row
 from fourfold.oracle.time.items import Item
 from fourfold.planner import Candidate, Ranking
 from fourfold.planner.search import alike
-from fourfold.planner.what_if import Answer, Grid, Point
-from fourfold.plans.lists.lowered_plan import Part
+from fourfold.planner.what_if import Answer, Point, WhatIfGrid
+from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.report.costs import setting_words
 from fourfold.report.ranking import plan_name
 from fourfold.report.runs import Run
@@ -28,9 +28,14 @@ EXCHANGES = ("layer_exchange", "halo")
 
 
 def page(
-    ranking: Ranking, *, model: str, chosen: Candidate | None = None, grid: Grid | None = None, scaling: Sequence[Row] = (),
+    ranking: Ranking,
+    *,
+    model: str,
+    chosen: Candidate | None = None,
+    grid: WhatIfGrid | None = None,
+    scaling: Sequence[Row] = (),
     runs: Sequence[Run] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The page of a search. `chosen`: the plan it is about, if not the best; `runs`: what `train` and `verify` measured."""
     data = {
         "model": model,
@@ -70,7 +75,7 @@ def _shown(ranking: Ranking, chosen: Candidate | None) -> list[Candidate]:
 def _plan(c: Candidate) -> dict[str, Any]:
     found, plan = c.prediction, c.plan
     low, high = found.estimate.interval
-    axes = list(dict.fromkeys(axis for part in c.pipeline.parts for axis, size in part.stage.mesh.axes if size > 1))
+    axes = list(dict.fromkeys(axis for part in c.lowered.parts for axis, size in part.stage.mesh.axes if size > 1))
     return {
         "name": plan_name(c),
         "mesh": mesh_text(plan),
@@ -85,17 +90,22 @@ def _plan(c: Candidate) -> dict[str, Any]:
         "notes": list(plan.notes),
         "findings": [finding.text for finding in found.findings],
         "memory": [
-            {"ranks": ranks_text(peak.ranks), "bytes": peak.bytes, "parts": {k: v for k, v in peak.parts.items() if v},
-             "when": f"{peak.action} {peak.op}".strip()} for peak in found.memory.peaks
+            {
+                "ranks": ranks_text(peak.ranks),
+                "bytes": peak.bytes,
+                "parts": {k: v for k, v in peak.parts.items() if v},
+                "when": f"{peak.action} {peak.op}".strip(),
+            }
+            for peak in found.memory.peaks
         ],
         "axes": axes,
-        "layers": [layer for part in c.pipeline.parts for layer in _layers(c, part, axes)],
+        "layers": [layer for part in c.lowered.parts for layer in _layers(c, part, axes)],
         "timeline": _timeline(found.estimate.timeline, c),
-    }  # fmt: skip
+    }
 
 
 def _timeline(timeline: Timeline, c: Candidate) -> dict[str, Any]:
-    lanes = {ranks[0]: ranks_text(ranks) for ranks in c.pipeline.places}
+    lanes = {ranks[0]: ranks_text(ranks) for ranks in c.lowered.places}
     events = [e for e in timeline.events if e.kind != "wait" and e.end > e.start][:EVENTS]
     return {
         "lanes": [lanes.get(rank, str(rank)) for rank in timeline.ranks],
@@ -104,7 +114,7 @@ def _timeline(timeline: Timeline, c: Candidate) -> dict[str, Any]:
     }
 
 
-def _layers(c: Candidate, part: Part, axes: Sequence[str]) -> list[dict[str, Any]]:
+def _layers(c: Candidate, part: LoweredStage, axes: Sequence[str]) -> list[dict[str, Any]]:
     """The layers of a stage: how each is split, and what it costs with all that is done to its result."""
     computes = part.program.computes()
     homes, out = dict[str, dict[str, Any]](), list[dict[str, Any]]()
@@ -112,8 +122,9 @@ def _layers(c: Candidate, part: Part, axes: Sequence[str]) -> list[dict[str, Any
         if compute.nest.anchor or not out:
             labels = compute.labels() if compute.nest.anchor else {}  # a stage may begin with an op that follows others
             split = [labels.get(axis, "") for axis in axes]
-            out.append({"name": compute.op.path, "stage": part.index, "split": split, "compute": 0.0, "exchange": 0.0,
-                        "what": {}})  # fmt: skip
+            out.append(
+                {"name": compute.op.path, "stage": part.index, "split": split, "compute": 0.0, "exchange": 0.0, "what": {}}
+            )
         homes[compute.op.path] = out[-1]
     items = c.estimate.items
     forward, backward = (list(items.get((part.index, way), ())) for way in ("F", "B"))
@@ -144,7 +155,7 @@ def _exchanged(waiting: list[Item], home: dict[str, Any]) -> None:
     waiting.clear()
 
 
-def _grid(grid: Grid, ranking: Ranking) -> dict[str, Any]:
+def _grid(grid: WhatIfGrid, ranking: Ranking) -> dict[str, Any]:
     cells = {_key(point): _cell(answer) for point, answer in grid.answers.items()}
     task = ranking.task
     asked = {"batch": task.batch, "links": 1, "devices": task.devices}
@@ -161,12 +172,23 @@ def _cell(answer: Answer) -> dict[str, Any]:
     if best is None:
         return {"reason": answer.reason}
     return {
-        "name": plan_name(best), "mesh": mesh_text(best.plan), "step": best.seconds, "samples": best.plan.batch / best.seconds,
-        "breakdown": dict(best.estimate.breakdown), "peak": best.prediction.peak_bytes, "capacity": best.prediction.capacity,
+        "name": plan_name(best),
+        "mesh": mesh_text(best.plan),
+        "step": best.seconds,
+        "samples": best.plan.batch / best.seconds,
+        "breakdown": dict(best.estimate.breakdown),
+        "peak": best.prediction.peak_bytes,
+        "capacity": best.prediction.capacity,
         "measured": best.estimate.measured_share,
-    }  # fmt: skip
+    }
 
 
 def _scaled(row: Row) -> dict[str, Any]:
-    return {"strategy": row.strategy, "devices": row.devices, "samples": row.samples_per_second, "feasible": row.feasible,
-            "efficiency": row.efficiency, "why": row.limits[0] if row.limits and row.figures is None else ""}  # fmt: skip
+    return {
+        "strategy": row.strategy,
+        "devices": row.devices,
+        "samples": row.samples_per_second,
+        "feasible": row.feasible,
+        "efficiency": row.efficiency,
+        "why": row.limits[0] if row.limits and row.figures is None else "",
+    }

@@ -20,7 +20,7 @@ from fourfold.runtime.comm.world import World
 Arrived = Callable[[], list[Tensor]]
 
 
-class Parcel:
+class PackedExchange:
     """A bunch on this rank: tensors of one dtype, all along the same axes."""
 
     def __init__(self, bunch: Bunch, world: World) -> None:

@@ -59,7 +59,7 @@ class Post:
         assert not self.parcels, "a parcel was never fetched"
 
 
-class Channel:
+class StageChannel:
     """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
 
     def __init__(

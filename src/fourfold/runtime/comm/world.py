@@ -24,7 +24,7 @@ from fourfold.plans.lists.paths import Paths
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import DEFAULT, Policy
 from fourfold.runtime.comm.journal import Journal
-from fourfold.runtime.comm.shared.memory import Board, free_bytes, shareable_host
+from fourfold.runtime.comm.shared.memory import SharedRows, free_bytes, shareable_host
 from fourfold.runtime.host.launch import collective_seconds, keep_memory
 
 # newer torch renamed these two; the old names still work there, with a warning
@@ -42,15 +42,21 @@ class World:
     """
 
     def __init__(
-        self, mesh: Mesh, *, rank: int, device: torch.device, wanted: Iterable[tuple[str, ...]] = (),
-        ranks: tuple[int, ...] | None = None, paths: Paths | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        mesh: Mesh,
+        *,
+        rank: int,
+        device: torch.device,
+        wanted: Iterable[tuple[str, ...]] = (),
+        ranks: tuple[int, ...] | None = None,
+        paths: Paths | None = None,
+    ) -> None:
         self.mesh, self.rank, self.device = mesh, rank, device
         self.ranks = ranks or tuple(range(mesh.size))
         self.coords = mesh.coords(rank)
         self.paths = paths or Paths(mesh, self.ranks, Placement.separate_hosts(max(self.ranks) + 1), DEFAULT)
         self.journal = Journal()
-        self._boards: dict[tuple[tuple[str, ...], int], Board] = {}
+        self._boards: dict[tuple[tuple[str, ...], int], SharedRows] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for axes in sorted(set(wanted)):
             self._make("inline", axes)
@@ -149,11 +155,11 @@ class World:
             ranks = tuple(self.ranks[member] for member in self.members(axes))
             self.journal.note(kind, path=path, ranks=ranks, size=size, name=name)
 
-    def board(self, axes: tuple[str, ...]) -> Board:
+    def board(self, axes: tuple[str, ...]) -> SharedRows:
         """The board of the ranks along the axes, which share memory; all must ask."""
         key = axes, self.paths.policy.small_bytes
         if key not in self._boards:
-            self._boards[key] = Board.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
+            self._boards[key] = SharedRows.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
         return self._boards[key]
 
     @staticmethod

@@ -214,9 +214,7 @@ class Executor:
         self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
         return out
 
-    def backward(
-        self, starts: Sequence[Any], gradients: Sequence[Tensor | None], size: int = 0, *, last: bool = True
-    ) -> None:
+    def backward(self, starts: Sequence[Any], gradients: Sequence[Tensor | None], size: int = 0, *, last: bool = True) -> None:
         """Backward from these tensors or edges of one forward's graph; `last`: it completes the gradients."""
         self.gradients.last = last
         if starts:
@@ -281,8 +279,10 @@ class Executor:
             return self.local.cut(tensor, layout).contiguous()
         if tuple(tensor.shape) == part:
             return tensor
-        raise InvalidInput(f"input '{name}' has shape {tuple(tensor.shape)}; the plan wants the whole {tuple(shape)} or "
-                           f"this rank's {part}; plan again for another batch")  # fmt: skip
+        raise InvalidInput(
+            f"input '{name}' has shape {tuple(tensor.shape)}; the plan wants the whole {tuple(shape)} or "
+            f"this rank's {part}; plan again for another batch"
+        )
 
     def whole(self, layout: Layout, tensor: Tensor) -> Tensor:
         """A tensor gathered from all ranks; all must call."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import InvalidInput
-from fourfold.plans.lists.lowered_plan import Pipeline
+from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.runtime.execution.executor import Executor
 
 Feeds = dict[int, list[dict[str, Tensor]]]
@@ -22,14 +22,14 @@ Feeds = dict[int, list[dict[str, Tensor]]]
 class Feeder:
     """Cuts inputs for the stages of this rank. `counters`: per stage the programs that count what the loss divides by."""
 
-    def __init__(self, pipeline: Pipeline, executors: Mapping[int, Executor], counters: Mapping[int, Executor]) -> None:
-        self.pipeline, self.plan, self.executors, self.counters = pipeline, pipeline.plan, executors, counters
+    def __init__(self, lowered: LoweredPlan, executors: Mapping[int, Executor], counters: Mapping[int, Executor]) -> None:
+        self.lowered, self.plan, self.executors, self.counters = lowered, lowered.plan, executors, counters
 
     def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole inputs and targets, of all micro-batches; of what its stages do not read, no rows."""
         feeds, out = {index: self.fed(index, tensors) for index in self.executors}, {}
         for name, tensor in tensors.items():
-            dim = self.pipeline.graph.batch_dim(name)
+            dim = self.lowered.graph.batch_dim(name)
             rows = next(([feed[name] for feed in feeds[i]] for i in feeds if name in feeds[i][0]), None)
             rows = rows or [tensor[:0] if tensor.dim() else tensor]
             out[name] = rows[0] if len(rows) == 1 or dim is None else torch.cat(rows, dim)
@@ -42,7 +42,7 @@ class Feeder:
         homes = {n: next((r for r in readers if n in r.program.stored), None) for n in tensors}
         rows = {name: self._micro(home, name, tensors[name]) for name, home in homes.items() if home is not None}
         feeds = [{name: pieces[m] for name, pieces in rows.items()} for m in range(self.plan.microbatches)]
-        scales = [n for n in self.pipeline.loss.scales if n in executor.program.stored]
+        scales = [n for n in self.lowered.loss.scales if n in executor.program.stored]
         values = self._scales(index, feeds) if scales else {}
         for feed in feeds:
             feed.update({name: values[name] for name in scales})
@@ -50,7 +50,7 @@ class Feeder:
 
     def _micro(self, executor: Executor, name: str, tensor: Tensor) -> list[Tensor]:
         """A tensor's part for each micro-batch."""
-        sizes, dim = self.plan.sizes, self.pipeline.graph.batch_dim(name)
+        sizes, dim = self.plan.sizes, self.lowered.graph.batch_dim(name)
         if len(sizes) == 1:
             return [executor.cut(name, tensor, sizes[0])]
         if dim is None:
@@ -59,14 +59,16 @@ class Feeder:
             return [executor.cut(name, piece, size) for piece, size in zip(tensor.split(sizes, dim), sizes, strict=True)]
         own = [executor.local.shape(executor.programs[size].stored[name])[dim] for size in sizes]
         if tensor.shape[dim] != sum(own):
-            raise InvalidInput(f"input '{name}' has {tensor.shape[dim]} rows; the plan wants all {self.plan.batch} or this "
-                               f"rank's {sum(own)}; plan again for another batch")  # fmt: skip
+            raise InvalidInput(
+                f"input '{name}' has {tensor.shape[dim]} rows; the plan wants all {self.plan.batch} or this "
+                f"rank's {sum(own)}; plan again for another batch"
+            )
         return [executor.cut(name, piece, size) for piece, size in zip(tensor.split(own, dim), sizes, strict=True)]
 
     @torch.no_grad()
     def _scales(self, index: int, feeds: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """What the terms of the loss are multiplied by: known numbers, and one over what the loss divides by."""
-        loss, executor = self.pipeline.loss, self.executors[index]
+        loss, executor = self.lowered.loss, self.executors[index]
         specs = {n: executor.program.graph.values[n] for n in loss.scales if n in executor.program.stored}
         kinds = {n: executor.local.dtype(spec.dtype) for n, spec in specs.items()}
         device = executor.world.device

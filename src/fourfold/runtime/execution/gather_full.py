@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def whole_outputs(runner: Runner, outcome: Outcome) -> dict[str, Tensor]:
     """The outputs of a step, its micro-batches put together."""
     out: dict[str, Tensor] = {}
-    graph, plan = runner.pipeline.loss.graph, runner.plan
-    for part in runner.pipeline.parts:
+    graph, plan = runner.lowered.loss.graph, runner.plan
+    for part in runner.lowered.parts:
         for name in (n for n in part.graph.outputs if n in graph.outputs and n not in out):
             held: list[Any] = outcome.outputs.get(name) or [None] * plan.microbatches
             sizes = zip(held, plan.sizes, strict=True)
@@ -32,7 +32,7 @@ def whole_outputs(runner: Runner, outcome: Outcome) -> dict[str, Tensor]:
 
 def whole_gradients(runner: Runner) -> dict[str, Tensor]:
     """The gradients of everything that is trained, by state_dict key."""
-    trained = {p.name for p in runner.pipeline.graph.parameters if p.trainable}
+    trained = {p.name for p in runner.lowered.graph.parameters if p.trainable}
     return {key: _stored(runner, index, name, gradient=True) for index, name, key in _homes(runner) if name in trained}
 
 
@@ -44,7 +44,7 @@ def whole_state(runner: Runner) -> dict[str, Tensor]:
 def _homes(runner: Runner) -> Iterable[tuple[int, str, str]]:
     """Stage, name and key of every stored tensor, tied ones once, in one order on all ranks."""
     seen: set[str] = set()
-    for part in runner.pipeline.parts:
+    for part in runner.lowered.parts:
         for parameter in part.graph.parameters:
             if parameter.name not in seen and parameter.name in part.program.stored:
                 seen.add(parameter.name)
@@ -52,7 +52,7 @@ def _homes(runner: Runner) -> Iterable[tuple[int, str, str]]:
 
 
 def _stored(runner: Runner, index: int, name: str, *, gradient: bool) -> Tensor:
-    layout, executor = runner.pipeline.parts[index].program.stored[name], runner.executors.get(index)
+    layout, executor = runner.lowered.parts[index].program.stored[name], runner.executors.get(index)
     tensor = executor.state[name] if executor is not None else None
     if tensor is not None and gradient:
         tensor = gradient_of(tensor)
@@ -61,9 +61,9 @@ def _stored(runner: Runner, index: int, name: str, *, gradient: bool) -> Tensor:
 
 def _everywhere(runner: Runner, index: int, layout: Layout, tensor: Tensor | None) -> Tensor:
     """A stage's tensor gathered and given to all ranks."""
-    executor, part = runner.executors.get(index), runner.pipeline.parts[index]
+    executor, part = runner.executors.get(index), runner.lowered.parts[index]
     whole = executor.whole(layout, tensor).contiguous() if executor is not None and tensor is not None else None
-    if len(runner.pipeline.places) == 1:
+    if len(runner.lowered.places) == 1:
         assert whole is not None
         return whole
     box: list[Any] = [(whole.dtype if whole is not None else None)]

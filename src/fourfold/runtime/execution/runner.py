@@ -19,15 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fourfold.errors import Infeasible
 from fourfold.plans import Mesh
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import UNTIMED, Lists, Part, Pipeline, Task, check_runnable
+from fourfold.plans.lists.lowered_plan import UNTIMED, Lists, LoweredPlan, LoweredStage, StageAction, check_runnable
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.world import World, running_placement
 from fourfold.runtime.execution.executor import Executor, FullTensor
 from fourfold.runtime.execution.feeds import Feeder, Feeds
 from fourfold.runtime.execution.precision import PRECISIONS
-from fourfold.runtime.execution.stage_transport import Courier, gradient_of
+from fourfold.runtime.execution.stage_transport import StageTransport, gradient_of
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.zero.zero1 import Slices
+from fourfold.runtime.zero.zero1 import Zero1Slices
 from fourfold.timeline import Event
 
 
@@ -55,7 +55,7 @@ class Runner:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        lowered: LoweredPlan,
         load: Callable[[World], FullTensor],
         *,
         device: torch.device | None = None,
@@ -64,27 +64,29 @@ class Runner:
         trains: bool = True,
     ) -> None:
         """`trains`: False where the tensors are another runner's, which this one only reads. All ranks must call."""
-        check_runnable(pipeline.plan)
-        if len(pipeline.places) > 1 and device is not None and device.type != "cpu":
-            raise Infeasible(f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
-                             "processors (gloo), or use a plan of one stage")  # fmt: skip
-        self.pipeline, self.plan, self.trains = pipeline, pipeline.plan, trains
+        check_runnable(lowered.plan)
+        if len(lowered.places) > 1 and device is not None and device.type != "cpu":
+            raise Infeasible(
+                f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
+                "processors (gloo), or use a plan of one stage"
+            )
+        self.lowered, self.plan, self.trains = lowered, lowered.plan, trains
         self.device = device or torch.device("cpu")
         self.everyone = World.shared(Mesh.of(all=self.plan.size), self.device)
         self.rank, self.randomness = self.everyone.rank, randomness or Randomness()
         self.journal, self.placement = Journal(), running_placement(self.device, self.plan.size)
         self.everyone = self.everyone.along(self.placement, self.plan.policy, self.journal)
-        self.lists = pipeline.lists(self.placement, precision, trains=trains)
-        counts = pipeline.counters(self.placement, precision)
+        self.lists = lowered.lists(self.placement, precision, trains=trains)
+        counts = lowered.counters(self.placement, precision)
         self.executors: dict[int, Executor] = {}
-        self.slices: dict[int, Slices] = {}
+        self.slices: dict[int, Zero1Slices] = {}
         self.counters: dict[int, Executor] = {}
-        for part in pipeline.parts:
+        for part in lowered.parts:
             self._join(part, load, counts, PRECISIONS[precision])
-        self.tasks = pipeline.tasks(self.rank)
-        self.feeder = Feeder(pipeline, self.executors, self.counters)
-        self.courier = Courier(pipeline, self.executors, rank=self.rank, device=self.device, journal=self.journal)
-        self._run: dict[str, Callable[[Task], None]] = {
+        self.tasks = lowered.tasks(self.rank)
+        self.feeder = Feeder(lowered, self.executors, self.counters)
+        self.courier = StageTransport(lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal)
+        self._run: dict[str, Callable[[StageAction], None]] = {
             "listen": lambda task: self.courier.listen(),
             "begin": self._begin,
             "F": self._forward,
@@ -98,9 +100,9 @@ class Runner:
         self._reset({})
 
     def _join(
-        self, part: Part, load: Callable[[World], FullTensor], counts: Lists, dtypes: Mapping[str, torch.dtype]
+        self, part: LoweredStage, load: Callable[[World], FullTensor], counts: Lists, dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        alone = len(self.pipeline.parts) == 1
+        alone = len(self.lowered.parts) == 1
         mesh, ranks = part.stage.mesh, part.stage.ranks
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
@@ -110,8 +112,8 @@ class Runner:
         executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
         self.executors[part.index] = executor
         if self.trains:
-            self.slices[part.index] = Slices(lists[self.plan.sizes[0]], executor.state, world)
-        if part.index in self.pipeline.counts:
+            self.slices[part.index] = Zero1Slices(lists[self.plan.sizes[0]], executor.state, world)
+        if part.index in self.lowered.counts:
             counting = {size: counts[part.index, size] for size in part.programs}
             self.counters[part.index] = Executor(counting, world, _shared(executor, load(world)), dtypes=dtypes)
 
@@ -159,7 +161,7 @@ class Runner:
         self.held.clear()
         return self.outcome
 
-    def _begin(self, task: Task) -> None:
+    def _begin(self, task: StageAction) -> None:
         """A stage's step begins."""
         self.executors[task.stage].begin()
         if task.stage in self.slices:
@@ -172,35 +174,35 @@ class Runner:
             Event(rank=self.rank, action=action, kind=kind, start=start - self.begun, end=end - self.begun)
         )
 
-    def _await(self, task: Task) -> None:
+    def _await(self, task: StageAction) -> None:
         """Wait for what a compute action needs, as an event of its own."""
         if task.kind in ("F", "B") and self.courier.expects(task):
             start = time.perf_counter()
             self.came = self.courier.arrived(task)
             self._note(str(task), "wait", start)
 
-    def _arrived(self, task: Task) -> dict[str, Tensor]:
+    def _arrived(self, task: StageAction) -> dict[str, Tensor]:
         came, self.came = self.came, None
         return self.courier.arrived(task) if came is None else came
 
-    def _forward(self, task: Task) -> None:
+    def _forward(self, task: StageAction) -> None:
         came, (stage, m) = self._arrived(task), (task.stage, task.microbatch)
-        part, executor, live = self.pipeline.parts[stage], self.executors[stage], self.pipeline.cut.live
+        part, executor, live = self.lowered.parts[stage], self.executors[stage], self.lowered.cut.live
         self.randomness.microbatch = m
         leaves = {n: t.detach().requires_grad_() for n, t in came.items() if n in live and torch.is_grad_enabled()}
         out = executor.forward({**self.feeds[stage][m], **came, **leaves}, self.plan.sizes[m])  # of a rank's own: a leaf each
         loss = out[part.graph.loss] if part.graph.loss else None
-        sent = dict.fromkeys(c.value for c in self.pipeline.crossings if c.source == stage)
+        sent = dict.fromkeys(c.value for c in self.lowered.crossings if c.source == stage)
         edges = {n: get_gradient_edge(out[n]) for n in sent if n in live and out[n].requires_grad}
         self.held[stage, m] = Held(leaves, edges, loss if loss is not None and loss.requires_grad else None)
         self.made = {n: out[n].detach() for n in sent}
         if loss is not None:
             self.outcome.losses.append(loss.detach())
         for name in part.graph.outputs if self.collect else ():
-            if name in self.pipeline.loss.graph.outputs:
+            if name in self.lowered.loss.graph.outputs:
                 self.outcome.outputs.setdefault(name, []).append(out[name].detach())
 
-    def _backward(self, task: Task) -> None:
+    def _backward(self, task: StageAction) -> None:
         came, held = self._arrived(task), self.held.pop((task.stage, task.microbatch))
         self.randomness.microbatch = task.microbatch
         starts: list[Any] = [held.edges[name] for name in came if name in held.edges]
@@ -211,10 +213,10 @@ class Runner:
         self.executors[task.stage].backward(starts, grads, self.plan.sizes[task.microbatch], last=task.last)
         self.made = {name: gradient_of(leaf) for name, leaf in held.leaves.items()}
 
-    def _loss(self, task: Task) -> None:
+    def _loss(self, task: StageAction) -> None:
         """The global loss, on every rank; what was sent before is through by then."""
         self.courier.post.finish()
-        last = self.pipeline.last.index
+        last = self.lowered.last.index
         if last not in self.executors:
             self.outcome.loss = self.courier.hear()
             return
@@ -249,7 +251,7 @@ class Runner:
             grads.append(tensor.grad)
             world = self.executors[index].world
             first = all(world.coords[a] == 0 for a in world.mesh.names if a not in layout.sharded)  # count replicas once
-            if first and self.pipeline.cut.tied.get(name, (index,))[0] == index:
+            if first and self.lowered.cut.tied.get(name, (index,))[0] == index:
                 parts = torch.view_as_real(tensor.grad.resolve_conj()) if tensor.grad.is_complex() else tensor.grad
                 total += parts.double().square().sum()
         if self.plan.size > 1:

@@ -18,6 +18,20 @@ from fourfold.runtime.kernels import (
 from fourfold.runtime.kernels.base import Local, Randomness, build
 
 __all__ = [
-    "Local", "Randomness", "attention", "build", "conv", "embedding", "linear", "loss", "norm", "pool", "random", "recurrent",
-    "reduce", "resample", "rows", "shape",
-]  # fmt: skip
+    "Local",
+    "Randomness",
+    "attention",
+    "build",
+    "conv",
+    "embedding",
+    "linear",
+    "loss",
+    "norm",
+    "pool",
+    "random",
+    "recurrent",
+    "reduce",
+    "resample",
+    "rows",
+    "shape",
+]

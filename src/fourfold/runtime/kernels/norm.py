@@ -94,9 +94,7 @@ class _Normalize(torch.autograd.Function):
     """``(x - mean) / std`` (or ``x / rms``) over all dims from `first` on and over ranks, without the affine part."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, centred: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, centred: bool) -> Tensor:
         dims, kept = list(range(first, x.dim())), [*x.shape[:first], *(1,) * (x.dim() - first)]
         if centred:
             mean, variance = (t.view(kept) for t in _moments(_rows(x, first), shares))

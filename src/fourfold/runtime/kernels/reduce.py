@@ -86,9 +86,7 @@ class Picked(torch.autograd.Function):
     """Maximum along one divided dim with its place in the whole dim; the first of equals counts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, rows: Tensor, world: World, axes: tuple[str, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, dim: int, rows: Tensor, world: World, axes: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         if x.shape[dim]:
             value, at = x.max(dim, keepdim=True)
             row = rows[at]

@@ -38,7 +38,7 @@ class Gathered:
         return self.move.exchange.adjoint.steps[0]
 
 
-class Carrier(Protocol):
+class WeightTransport(Protocol):
     """Carries out a list's actions on divided weights; all ranks call in the order of their lists."""
 
     @property

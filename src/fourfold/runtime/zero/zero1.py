@@ -15,10 +15,10 @@ from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.runtime.comm.exchange import Spans, take
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.zero.zero1_gather import Rounds
+from fourfold.runtime.zero.zero1_gather import SliceGather
 
 
-class Slices:
+class Zero1Slices:
     """The parts of one stage's parameters that this rank updates; none where it updates all it stores."""
 
     def __init__(self, lists: StageList, state: Mapping[str, Tensor], world: World) -> None:
@@ -28,7 +28,7 @@ class Slices:
         self.spans = {n: _within(program.stored[n], program.updates[n], world.coords) for n in names}
         self.parts = {n: take(state[n].detach(), spans).requires_grad_() for n, spans in self.spans.items()}
         self.rounds = [
-            Rounds(action, [self._views(action.names, rank) for rank in world.members(action.axes)], world)
+            SliceGather(action, [self._views(action.names, rank) for rank in world.members(action.axes)], world)
             for action in lists.messages.slices
         ]
 

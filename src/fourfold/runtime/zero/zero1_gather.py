@@ -19,7 +19,7 @@ from fourfold.runtime.comm.shared.memory import shared_memory, viewed
 from fourfold.runtime.comm.world import World
 
 
-class Rounds:
+class SliceGather:
     """The slices of one `GatherSlices`. `slices[k]` are this rank's views of what member k of the group updates."""
 
     def __init__(self, action: GatherSlices, slices: Sequence[Sequence[Tensor]], world: World) -> None:
@@ -77,4 +77,3 @@ class Rounds:
             out.append((part, row[at : at + part.numel()].view(part.shape)))
             at += part.numel()
         return out
-

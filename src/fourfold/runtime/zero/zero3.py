@@ -37,8 +37,8 @@ from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.program import Compute, Move
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.zero.weight_transport import Gathered
-from fourfold.runtime.zero.zero3_collective import Wired
-from fourfold.runtime.zero.zero3_shared import Shared
+from fourfold.runtime.zero.zero3_collective import CollectiveTransport
+from fourfold.runtime.zero.zero3_shared import SharedTransport
 
 
 class Note:
@@ -80,13 +80,15 @@ class Weights:
     def _gathered(self, move: Move, shard: Tensor) -> Gathered:
         return Gathered(move, move.exchange.steps[0].target.local_shape(self.world.coords), shard)
 
-    def _carrier(self, state: Mapping[str, Tensor]) -> Shared | Wired:
+    def _carrier(self, state: Mapping[str, Tensor]) -> SharedTransport | CollectiveTransport:
         messages = [found.messages for found in self.lists.values()]
         if messages[0].near:
-            return Shared(list(self.known.values()), state, self.world, max(found.ring_bytes for found in messages))
+            return SharedTransport(list(self.known.values()), state, self.world, max(found.ring_bytes for found in messages))
         actions = (action for found in self.lists.values() for action in flat((*found.forward, *found.backward)))
         bunches = [a.message for a in actions if isinstance(a, Launch) and isinstance(a.message, Bunch)]
-        return Wired([*bunches, *(bunch for found in messages for bunch in found.returns)], self.known, self.world)
+        return CollectiveTransport(
+            [*bunches, *(bunch for found in messages for bunch in found.returns)], self.known, self.world
+        )
 
     @property
     def kept(self) -> list[Tensor]:
@@ -187,12 +189,12 @@ class Weights:
                 assert self.carrier is not None
                 self.carrier.limit(action.most)
             elif isinstance(action, Barrier):
-                assert isinstance(self.carrier, Shared)
+                assert isinstance(self.carrier, SharedTransport)
                 self.world.note("barrier", "shared", self.world.paths.wide, 0)
                 self.carrier.barrier()
             else:
                 assert isinstance(action, (Launch, Await)) and isinstance(action.message, Bunch)
-                assert isinstance(self.carrier, Wired)
+                assert isinstance(self.carrier, CollectiveTransport)
                 call = self.carrier.launch if isinstance(action, Launch) else self.carrier.arrive
                 call(action.message)
 
@@ -220,9 +222,7 @@ class _Gather(torch.autograd.Function):
     """A gathered weight; when its gradient is complete, the list says where it goes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, shard: Tensor, weights: Weights, gathered: Gathered, source: Bunch | None, size: int
-    ) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, weights: Weights, gathered: Gathered, source: Bunch | None, size: int) -> Tensor:
         ctx.weights, ctx.gathered, ctx.size = weights, gathered, size
         assert weights.carrier is not None
         return weights.carrier.fetch(gathered, source)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from fourfold.plans.lists.actions import Bunch
 from fourfold.plans.lowering.program import Move
-from fourfold.runtime.comm.packed_exchange import Arrived, Parcel
+from fourfold.runtime.comm.packed_exchange import Arrived, PackedExchange
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.zero.weight_transport import Gathered, add_gradient
 
 
-class Wired:
+class CollectiveTransport:
     """The messages of one stage."""
 
     def __init__(self, bunches: Iterable[Bunch], known: Mapping[Move, Gathered], world: World) -> None:
         self.known = known
-        self.parcels = {bunch: Parcel(bunch, world) for bunch in dict.fromkeys(bunches)}
+        self.parcels = {bunch: PackedExchange(bunch, world) for bunch in dict.fromkeys(bunches)}
         self.flying: dict[Bunch, Arrived] = {}
         self.here: dict[tuple[Bunch, Move], Tensor] = {}  # weights that have arrived and were not taken yet
         self.came: dict[Move, Tensor] = {}  # gradients that wait for the others of their message

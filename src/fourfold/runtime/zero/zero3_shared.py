@@ -25,7 +25,7 @@ from fourfold.plans.lists.actions import Bunch
 from fourfold.plans.lists.comm_batches import gradient_bytes
 from fourfold.runtime.comm.exchange import put, take
 from fourfold.runtime.comm.shared.memory import shared_memory, viewed, wait_for
-from fourfold.runtime.comm.shared.tensors import Shelf, given, one_box, reader
+from fourfold.runtime.comm.shared.tensors import SharedTensors, given, one_box, reader
 from fourfold.runtime.comm.world import TIMEOUT, World
 from fourfold.runtime.zero.weight_transport import Gathered, add_gradient
 
@@ -135,13 +135,13 @@ class Ring:
         self._take()
 
 
-class Shared:
+class SharedTransport:
     """Divided weights of ranks that share a host."""
 
     def __init__(self, gathered: Sequence[Gathered], state: Mapping[str, Tensor], world: World, ring_bytes: int) -> None:
         """A ring of so many bytes a rank, at least two of the largest gradients; all ranks must call."""
         kept = {g.name: (g.there.source, g.shard.dtype) for g in gathered}
-        self.shelf, self.ring = Shelf.open(kept, world), Ring.open(gathered, world, ring_bytes)
+        self.shelf, self.ring = SharedTensors.open(kept, world), Ring.open(gathered, world, ring_bytes)
         self.shelf.adopt({name: state[name] for name in kept}, world)
         self.readers = {g: reader(g.there, world, [row[g.name] for row in self.shelf.rows]) for g in gathered}
 

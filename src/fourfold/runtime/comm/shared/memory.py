@@ -47,8 +47,10 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap:
     if file is not None:
         file.close()
     if memory is None or not all(seen):
-        raise InvalidInput(f"the ranks of a host cannot share {size} bytes of memory: {_FOLDER} has {free_bytes()} left; give "
-                           "it more room, or set FOURFOLD_SOCKETS=1")  # fmt: skip
+        raise InvalidInput(
+            f"the ranks of a host cannot share {size} bytes of memory: {_FOLDER} has {free_bytes()} left; give "
+            "it more room, or set FOURFOLD_SOCKETS=1"
+        )
     return memory
 
 
@@ -107,7 +109,7 @@ def host_of_this_process() -> str:
         return f"unknown {uuid.uuid4()}"
 
 
-class Board:
+class SharedRows:
     """Shared rows of the ranks of one group."""
 
     def __init__(self, memory: mmap.mmap, rank: int, count: int, timeout: float, capacity: int) -> None:
@@ -118,11 +120,11 @@ class Board:
         self._rows = torch.from_numpy(whole[count * _LINE :]).view(2, count, capacity)
 
     @staticmethod
-    def open(group: dist.ProcessGroup, timeout: float, capacity: int) -> Board:
+    def open(group: dist.ProcessGroup, timeout: float, capacity: int) -> SharedRows:
         """A board for rows of so many bytes, for a group on one host; all ranks must call."""
         count, capacity = dist.get_world_size(group), max(-(-capacity // _LINE), 1) * _LINE
         memory = shared_memory(group, count * _LINE + 2 * count * capacity)
-        return Board(memory, dist.get_rank(group), count, timeout, capacity)
+        return SharedRows(memory, dist.get_rank(group), count, timeout, capacity)
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""

@@ -12,14 +12,14 @@ import itertools
 
 from torch import Tensor
 
-from fourfold.runtime.comm.shared.memory import Board, shared_memory, viewed
+from fourfold.runtime.comm.shared.memory import SharedRows, shared_memory, viewed
 from fourfold.runtime.comm.world import World
 
 
 class SharedSum:
     """The gradients of one `Sum`."""
 
-    def __init__(self, parameters: list[Tensor], rows: list[Tensor], board: Board) -> None:
+    def __init__(self, parameters: list[Tensor], rows: list[Tensor], board: SharedRows) -> None:
         self.parameters, self.rows, self.board = parameters, rows, board
         ends = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
         row = rows[board.rank]

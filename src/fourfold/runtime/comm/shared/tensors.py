@@ -16,21 +16,21 @@ from torch import Tensor
 from fourfold.plans.layout.exchange import Step, Transfer, transfers
 from fourfold.plans.layout.layout import Layout
 from fourfold.runtime.comm.exchange import Spans, put, take
-from fourfold.runtime.comm.shared.memory import Board, shared_memory, viewed
+from fourfold.runtime.comm.shared.memory import SharedRows, shared_memory, viewed
 from fourfold.runtime.comm.world import World
 
 Reader = Callable[[], Tensor]
 _LINE = 64  # bytes: a tensor begins at a cache line
 
 
-class Shelf:
+class SharedTensors:
     """Tensors by rank of the mesh and name, and the board of all ranks."""
 
-    def __init__(self, rows: list[dict[str, Tensor]], board: Board) -> None:
+    def __init__(self, rows: list[dict[str, Tensor]], board: SharedRows) -> None:
         self.rows, self.board = rows, board
 
     @staticmethod
-    def open(kept: Mapping[str, tuple[Layout, torch.dtype]], world: World) -> Shelf:
+    def open(kept: Mapping[str, tuple[Layout, torch.dtype]], world: World) -> SharedTensors:
         """A shelf for tensors laid out so, of ranks that share memory; all must call."""
         points = [world.mesh.coords(rank) for rank in range(world.mesh.size)]
         shapes = [{name: layout.local_shape(at) for name, (layout, _) in kept.items()} for at in points]
@@ -39,7 +39,7 @@ class Shelf:
         *offsets, total = starts
         memory, at = shared_memory(world.group(world.paths.wide), max(total, _LINE)), iter(offsets)
         rows = [{n: viewed(memory, kept[n][1], shape, next(at)) for n, shape in row.items()} for row in shapes]
-        return Shelf(rows, world.board(world.paths.wide))
+        return SharedTensors(rows, world.board(world.paths.wide))
 
     def adopt(self, tensors: Mapping[str, Tensor], world: World) -> None:
         """Move this rank's tensors here; they stay the same objects."""

@@ -13,7 +13,7 @@ from fourfold.plans.strategies.named import named
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sketch:
+class ModelGraph:
     """A MODEL text, its batch, its graph, and shapes and dtypes of its inputs and targets."""
 
     text: str
