@@ -102,7 +102,7 @@ class Row:
     measured_share: float
     steps: list[float]  # seconds by the clock
     speeds: list[float]  # for each, the calibration's pace over that of its moment, as the step feels it
-    at_reference_speed: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
+    felt: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
 
     @property
     def told(self) -> list[float]:

@@ -209,7 +209,7 @@ class Alone:
 
 def _judge(case: Case, graph: Any) -> Judge:
     seen = Workload(text="a net", case=case, graph=graph)
-    return Judge(subject=seen, reference=Reference(subject=seen, steps=2))
+    return Judge(subject=seen, reference=Reference(workload=seen, steps=2))
 
 
 @cache

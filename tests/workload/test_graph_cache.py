@@ -23,8 +23,8 @@ from small import SMALL, graph_of
 MODEL = "vgg16-cifar,width=32,channels=4"
 LOOK = f"""
 import sys
-from fourfold.workload.graph_cache import sketch
-found = sketch({MODEL!r}, batch=6)
+from fourfold.workload.graph_cache import model_graph
+found = model_graph({MODEL!r}, batch=6)
 print(found.graph.hash, found.batch, "torch" in sys.modules)
 """
 
