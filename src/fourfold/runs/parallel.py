@@ -18,7 +18,7 @@ from fourfold.graph.capture import Loss, WithLoss, capture
 from fourfold.optimizers import ELEMENTWISE
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import lower_plan, lowered
+from fourfold.plans.lists.plan_lowering import lower_plan, lowered
 from fourfold.runs.capture_check import SAMPLES, refuse_together
 from fourfold.runs.claims import claim
 from fourfold.runs.initial_tensors import cut, loader

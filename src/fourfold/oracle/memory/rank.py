@@ -20,7 +20,8 @@ from fourfold.oracle.memory.steady_state import SteadyState, steady_state
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lists.actions import GatherSlices, Sum
-from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage, StageAction
+from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
+from fourfold.plans.lists.rank_schedule import StageAction
 from fourfold.plans.lists.result_layout import Strided
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lists.stage_transfer import incoming, outgoing
@@ -121,7 +122,7 @@ class RankReplay:
 
     def peak(self, ranks: tuple[int, ...]) -> Peak:
         best, action = self.heap.peak, "start"
-        tasks, at = self.lowered.tasks(self.rank), 0
+        tasks, at = self.lowered.rank_schedule(self.rank), 0
         steady = steady_state(tasks, self.turns, self.lowered.plan.sizes, (1, len(self.lowered.places)))
         while at < len(tasks):
             at = self._caught_up(steady, at)

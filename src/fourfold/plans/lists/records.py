@@ -33,7 +33,8 @@ from fourfold.plans.lists.actions import (
 )
 from fourfold.plans.lists.comm_batches import Bucket
 from fourfold.plans.lists.kernel_collectives import collectives_inside
-from fourfold.plans.lists.lowered_plan import LoweredPlan, StageAction
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.rank_schedule import StageAction
 from fourfold.plans.lists.saved_tensors import Share
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
@@ -62,7 +63,7 @@ def records(
 ) -> list[Record]:
     """One step of a rank, from its lists."""
     walk = _Rank(lowered, placement, rank, precision)
-    return [record for task in lowered.tasks(rank, clips=clips) for record in walk.task(task)]
+    return [record for task in lowered.rank_schedule(rank, clips=clips) for record in walk.task(task)]
 
 
 class _Rank:

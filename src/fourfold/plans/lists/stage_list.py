@@ -1,6 +1,6 @@
 """The lists of a stage: what each of its ranks does in a forward, in a backward and at the end of a step, in order.
 
-There are two levels. A rank's schedule (`pipeline.tasks`) consists of forwards and backwards of its stages, messages between
+There are two levels. A rank's schedule (`rank_schedule`) consists of forwards and backwards of its stages, messages between
 stages, sums of gradients and the update. Each of these refers to a list of a `StageList`: one per stage and size of
 micro-batch, made when it is first asked for. What depends on a rank's own sizes (buckets) is asked for by its coordinates.
 

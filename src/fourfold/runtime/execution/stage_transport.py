@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans.lists.lowered_plan import LoweredPlan, StageAction, Tie
+from fourfold.plans.lists.lowered_plan import LoweredPlan, Tie
+from fourfold.plans.lists.rank_schedule import StageAction
 from fourfold.plans.lists.stage_transfer import Side
 from fourfold.plans.lowering.stages import Crossing
 from fourfold.runtime.comm.journal import Journal
