@@ -14,7 +14,7 @@ from fourfold.plans.lowering.lower import lower
 from fourfold.plans.lowering.program import Compute, Move, Program, Repeat
 from fourfold.plans.spec.plan import Passes, Plan
 from fourfold.plans.spec.plan_file import load_plan, save_plan
-from fourfold.plans.strategies.compose import Options
+from fourfold.plans.strategies.composition import Options
 from fourfold.plans.strategies.named import STRATEGIES, named
 
 __all__ = [

@@ -328,8 +328,8 @@ class RankReplay:
     def _listed(self, task: StageAction, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
         size, values = self.lowered.plan.sizes[task.microbatch], self.lowered.loss.graph.at(1).values
         ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
-        for crossing in self.lowered.between(*ends, task.way):
-            source, target = (self.lowered.side(end, crossing.value, size) for end in ends)
+        for crossing in self.lowered.tensors_between(*ends, task.way):
+            source, target = (self.lowered.stage_tensor(end, crossing.value, size) for end in ends)
             items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
             mine = target if incoming_ else source
             whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))

@@ -173,7 +173,7 @@ class _Estimating:
         return out
 
     def _message(self, source: int, target: int, value: str, size: int) -> float:
-        here, there = (self.lowered.side(stage, value, size) for stage in (source, target))
+        here, there = (self.lowered.stage_tensor(stage, value, size) for stage in (source, target))
         item = item_bytes(self.lowered.loss.graph.values[value].dtype, self.prices.precision)
         moved: dict[tuple[object, ...], int] = {}  # by kind of pair: what each gives, and what each takes
         pairs: dict[tuple[object, ...], tuple[int, int]] = {}

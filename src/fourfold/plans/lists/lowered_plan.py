@@ -17,7 +17,7 @@ from fourfold.plans.lists.messages import StageMessages
 from fourfold.plans.lists.paths import Paths
 from fourfold.plans.lists.rank_schedule import StageAction, rank_schedules
 from fourfold.plans.lists.stage_list import StageList
-from fourfold.plans.lists.stage_transfer import Side
+from fourfold.plans.lists.stage_transfer import StageTensor
 from fourfold.plans.lowering.additive_loss import MicroLoss
 from fourfold.plans.lowering.program import Compute, Program
 from fourfold.plans.lowering.stages import Crossing, Cut
@@ -55,7 +55,7 @@ class LoweredStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class TiedGradient:
     """The gradient of a tied parameter on its way from one stage to another. `add`: to the taker's; else in place of it."""
 
     name: str
@@ -109,14 +109,14 @@ class LoweredPlan:
         return rank_schedules(self.plan, self.cut, loss_stage=self.last.index)
 
     @cached_property
-    def ties(self) -> tuple[Tie, ...]:
+    def ties(self) -> tuple[TiedGradient, ...]:
         """The gradients of tied parameters are added up at their owners, one after the other, and the sums go to all copies."""
         trained = {p.name for p in self.graph.parameters if p.trainable}
-        out: list[Tie] = []
+        out: list[TiedGradient] = []
         for name, (owner, *others) in self.cut.tied.items():
             if name in trained:
-                out += [Tie(name, stage, owner, add=True) for stage in others]
-                out += [Tie(name, owner, stage, add=False) for stage in others]
+                out += [TiedGradient(name, stage, owner, add=True) for stage in others]
+                out += [TiedGradient(name, owner, stage, add=False) for stage in others]
         return tuple(out)
 
     @cached_property
@@ -124,15 +124,15 @@ class LoweredPlan:
         """The ranks outside the stage that has the loss."""
         return tuple(sorted({rank for ranks in self.places for rank in ranks} - set(self.last.stage.ranks)))
 
-    def side(self, stage: int, value: str, size: int) -> Side:
+    def stage_tensor(self, stage: int, value: str, size: int) -> StageTensor:
         """A crossing tensor on the ranks of one of its stages."""
         part = self.parts[stage]
-        return Side(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
+        return StageTensor(part.slot_layout(value, size), part.stage.mesh, part.stage.ranks)
 
-    def stored_side(self, stage: int, name: str) -> Side:
+    def stored_tensor(self, stage: int, name: str) -> StageTensor:
         """A stored tensor on the ranks of a stage."""
         part = self.parts[stage]
-        return Side(part.program.stored[name], part.stage.mesh, part.stage.ranks)
+        return StageTensor(part.program.stored[name], part.stage.mesh, part.stage.ranks)
 
     def lists(self, placement: Placement, precision: str = "fp32", *, trains: bool = True) -> Lists:
         """What the stages do where the ranks are placed so. `trains`: False where only forwards run."""
@@ -148,13 +148,13 @@ class LoweredPlan:
             programs = self.counts if purpose == "counts" else {part.index: part.programs for part in self.parts}
             trains = purpose == "training"
             live = self.cut.live if trains else frozenset[str]()
-            room = placement.room // len(self.parts) if placement.room is not None else None
+            shared_bytes = placement.shared_bytes // len(self.parts) if placement.shared_bytes is not None else None
             out: dict[tuple[int, int], StageList] = {}
             for index, by_size in programs.items():
                 stage = self.parts[index].stage
                 paths = Paths(stage.mesh, stage.ranks, placement, self.plan.policy)
                 for size, program in by_size.items():
-                    out[index, size] = StageList(StageMessages(program, paths, live, precision, room, trains))
+                    out[index, size] = StageList(StageMessages(program, paths, live, precision, shared_bytes, trains))
             self._known[key] = out
         return self._known[key]
 
@@ -162,7 +162,7 @@ class LoweredPlan:
     def _known(self) -> dict[tuple[Placement, str, str], Lists]:
         return {}
 
-    def between(self, source: int, target: int, way: str) -> tuple[Crossing, ...]:
+    def tensors_between(self, source: int, target: int, way: str) -> tuple[Crossing, ...]:
         """The tensors one stage sends another, as values or, backward, as gradients."""
         if way == "F":
             return tuple(c for c in self.crossings if (c.source, c.target) == (source, target))

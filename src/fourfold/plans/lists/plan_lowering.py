@@ -12,7 +12,7 @@ from fourfold.graph import Graph
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
-from fourfold.plans.lowering.additive_loss import microbatched
+from fourfold.plans.lowering.additive_loss import microbatch_loss
 from fourfold.plans.lowering.lower import Surroundings, lower_part
 from fourfold.plans.lowering.program import Program
 from fourfold.plans.lowering.stages import Cut, cut
@@ -22,12 +22,12 @@ from fourfold.plans.spec.plan import Plan, Stage
 def lower_plan(graph: Graph, plan: Plan) -> LoweredPlan:
     """Lower a plan for all its stages and micro-batches."""
     plan.check(graph)
-    return lowered(graph, plan)
+    return lower_stages(graph, plan)
 
 
-def lowered(graph: Graph, plan: Plan, *, like: LoweredPlan | None = None) -> LoweredPlan:
-    """As `lower_plan`; with `like`, the same model in another mode, which shall share the tensors that one stores."""
-    loss = microbatched(graph, plan.batch, plan.microbatches)
+def lower_stages(graph: Graph, plan: Plan, *, like: LoweredPlan | None = None) -> LoweredPlan:
+    """As `lower_plan`, without checking the plan. `like`: the same model in another mode, whose stored tensors it shares."""
+    loss = microbatch_loss(graph, plan.batch, plan.microbatches)
     whole = loss.graph
     firsts = [stage.first for stage in plan.parts] if like is None else _firsts(whole, like)
     made = cut(whole, firsts)
@@ -46,7 +46,7 @@ def _counts(graph: Graph | None, plan: Plan, part: LoweredStage) -> dict[int, Pr
     out = {}
     for size, program in part.programs.items():
         given = {n: program.stored[n] for n in (*graph.inputs, *graph.targets) if n in program.stored}
-        within = replace(plan.within(part.stage, size), passes=(), recompute=(), zero=0)
+        within = replace(plan.stage_plan(part.stage, size), passes=(), recompute=(), zero=0)
         out[size] = lower_part(graph, within, around=Surroundings(given=given))
     return out
 
@@ -100,7 +100,7 @@ class _Stages:
         return found
 
     def _program(self, index: int, stage: Stage, size: int, like: Program | None) -> Program:
-        plan, graph = self.plan.within(stage, size), self.made.graphs[index]
+        plan, graph = self.plan.stage_plan(stage, size), self.made.graphs[index]
         if len(self.made.graphs) == 1:
             return lower_part(graph, plan, like=like)
         whole = self._lowered(stage, size, plan)
@@ -124,7 +124,7 @@ class _Stages:
 
 def _entry(whole: Program, name: str) -> Layout:
     layout = whole.stored.get(name) or whole.layouts.get(name)
-    return layout.kept(whole.mesh) if layout is not None else Layout.same(whole.graph.values[name].shape)
+    return layout.partition(whole.mesh) if layout is not None else Layout.same(whole.graph.values[name].shape)
 
 
 def _check_segments(plan: Plan, made: Cut) -> None:

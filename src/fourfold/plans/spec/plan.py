@@ -112,7 +112,7 @@ class Plan:
         small, more = divmod(self.batch, self.microbatches)
         return tuple(small + (m < more) for m in range(self.microbatches))
 
-    def within(self, stage: Stage, batch: int) -> Plan:
+    def stage_plan(self, stage: Stage, batch: int) -> Plan:
         """How one stage splits a batch of this size: a plan of one mesh."""
         here = stage.mesh.names
         splits = tuple((op, {a: s for a, s in by.items() if a in here}) for op, by in self.splits)
