@@ -12,7 +12,7 @@ from fourfold.cli.options import priced, setting
 from fourfold.graph import Device, Dtype, Ref
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
-from fourfold.graph.spec import mapped
+from fourfold.graph.spec import map_leaves
 from fourfold.models import MODELS
 from fourfold.plans import lower_plan, named
 from fourfold.runtime.kernels.base import overload
@@ -54,7 +54,7 @@ def filled(value, tensors, device: str):
             getattr(torch, item.name) if isinstance(item, Dtype) else torch.device(device) if isinstance(item, Device) else item
         )
 
-    return mapped(value, leaf)
+    return map_leaves(value, leaf)
 
 
 @pytest.mark.parametrize("name", SMALL)

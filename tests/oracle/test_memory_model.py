@@ -21,7 +21,8 @@ from fourfold.oracle.memory.peak import CPU, CUDA, DeviceRules, Memory, memory
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import Prices
 from fourfold.plans import Options, Plan, named
-from fourfold.plans.lists.lowered_plan import LoweredPlan, lower_plan
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.plans.lowering.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.spec.placement import Placement
 from fourfold.runs.comparison_run import ComparisonRun

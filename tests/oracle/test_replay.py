@@ -12,7 +12,7 @@ from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
 from fourfold.oracle.time.replay import Lane, Machine, Replay, Work
 from fourfold.plans import LoweredPlan, Options, lower_plan, named
-from fourfold.plans.lists.lowered_plan import UNTIMED, StageAction
+from fourfold.plans.lists.rank_schedule import UNTIMED, StageAction
 from small import batch_of, graph_of
 
 NAMES = ("vgg16-cifar", "gpt2", "unet3d")
@@ -28,7 +28,7 @@ def lowered(name: str, strategy: str, ranks: int, **options: object) -> LoweredP
 def played(made: LoweredPlan, forward: float, backward: float, transfer: float, cores: int = 0) -> float:
     """The time of a pipeline's lists with the same stage times everywhere; with cores, all stages on one node."""
     lanes = [
-        Lane(first=ranks[0], tasks=tuple(t for t in made.tasks(ranks[0]) if t.kind in ("F", "B", "send", "receive")),
+        Lane(first=ranks[0], tasks=tuple(t for t in made.rank_schedule(ranks[0]) if t.kind in ("F", "B", "send", "receive")),
              nodes=((0 if cores else k, 1),))
         for k, ranks in enumerate(made.places)
     ]  # fmt: skip
@@ -117,7 +117,9 @@ def test_the_events_are_the_lists_actions() -> None:
     made = lowered("gpt2", "pipeline", 2)
     found = estimate(made, Prices(cluster=cluster_named("abci", devices=2)))
     for rank in (0, 1):
-        assert found.timeline.actions(rank) == tuple(str(t) for t in made.tasks(rank) if t.kind not in (*UNTIMED, "update"))
+        assert found.timeline.actions(rank) == tuple(
+            str(t) for t in made.rank_schedule(rank) if t.kind not in (*UNTIMED, "update")
+        )
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

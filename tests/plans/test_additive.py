@@ -15,7 +15,7 @@ from fourfold.graph import Graph, Op, Ref, Size, TensorSpec
 from fourfold.graph.capture import capture, mean_square
 from fourfold.models import MODELS
 from fourfold.plans import Mesh, Plan, lower, named
-from fourfold.plans.lowering.additive_loss import MicroLoss, microbatched
+from fourfold.plans.lowering.additive_loss import MicroLoss, microbatch_loss
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.executor import Executor
 from ranks import Job, lists_of, run_jobs, stepped
@@ -79,7 +79,7 @@ def assert_adds_up(module: nn.Module, given: list[Tensor], loss: Loss | None = N
     expected = loss(outputs, *wide[inputs:]) if loss else mean_square(outputs)
     expected.backward()
     for count in (3, len(given[0])):
-        micro = microbatched(graph, len(given[0]), count)
+        micro = microbatch_loss(graph, len(given[0]), count)
         got, gradients = in_parts(graph, micro, count, state, wide)
         assert got == pytest.approx(expected.item(), rel=1e-12)
         for key, parameter in module.named_parameters():
@@ -263,7 +263,7 @@ def test_a_micro_batch_split_over_ranks_gives_the_same_share_and_count(strategy:
     module, x, t = Weighted().double(), rows().double(), labels(ignored=True)
     graph = capture(module, (x,), (t,), lambda y, t: F.cross_entropy(y[0], t, weight=y[1]) + y[0].square().mean())
     state = {k: v.detach().clone() for k, v in [*module.named_parameters(), *module.named_buffers()]}
-    micro = microbatched(graph, BATCH, 2)
+    micro = microbatch_loss(graph, BATCH, 2)
     assert micro.counts is not None
     shown = replace(micro.graph, outputs=(micro.graph.loss,))
     counts = replace(micro.counts, loss=micro.counts.outputs[0])
@@ -391,12 +391,12 @@ def test_ops_that_let_samples_meet_are_refused(name: str) -> None:
     graph = capture(Mixer(function), (torch.randn(BATCH, 4, 3), torch.randint(5, (BATCH, 4))))
     assert graph.batch is None
     with pytest.raises(Infeasible, match=rf"{op}.*so the loss is not a sum over micro-batches; use 1 micro-batch"):
-        microbatched(graph, BATCH, 2)
+        microbatch_loss(graph, BATCH, 2)
 
 
 def test_one_micro_batch_changes_nothing() -> None:
     graph = graph_of("gpt2")
-    micro = microbatched(graph, 4, 1)
+    micro = microbatch_loss(graph, 4, 1)
     assert micro.graph is graph
     assert micro.scales == ()
     assert micro.counts is None
@@ -405,7 +405,7 @@ def test_one_micro_batch_changes_nothing() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_every_built_in_model_is_accepted(name: str) -> None:
     graph = graph_of(name)
-    micro = microbatched(graph, batch_of(name), 2)
+    micro = microbatch_loss(graph, batch_of(name), 2)
     lower(micro.graph, Plan(graph=micro.graph.hash, batch=2, mesh=Mesh.of(data=1)))
     normed = any(op.target.startswith("aten.batch_norm") for op in graph.ops)
     assert [note for note in micro.notes if note.startswith("batch norm (")] == list(micro.notes[:normed])
@@ -447,7 +447,7 @@ def test_a_loss_that_mixes_samples_is_refused(name: str) -> None:
     graph = capture(Classifier(), (rows(),), (), loss)
     assert graph.batch is None
     with pytest.raises(Infeasible, match=rf"{op}.*so the loss is not a sum over micro-batches; use 1 micro-batch"):
-        microbatched(graph, BATCH, 2)
+        microbatch_loss(graph, BATCH, 2)
 
 
 def test_a_view_that_scrambles_samples_is_refused() -> None:
@@ -464,34 +464,34 @@ def test_a_view_that_scrambles_samples_is_refused() -> None:
         )  # fmt: skip
         return Graph(values=values, inputs=("x",), targets=(), parameters=(), constants=(), ops=ops, loss="loss", outputs=())
 
-    assert microbatched(seen_as("back"), 4, 2).fixed == {"loss_scale": 1 / 16}
+    assert microbatch_loss(seen_as("back"), 4, 2).fixed == {"loss_scale": 1 / 16}
     with pytest.raises(Infeasible, match="wrong mixes samples"):
-        microbatched(seen_as("wrong"), 4, 2)
+        microbatch_loss(seen_as("wrong"), 4, 2)
 
 
 def test_targets_the_network_decides_are_refused() -> None:
     graph = capture(Classifier(), (rows(),), (), lambda y: F.cross_entropy(y, y.argmax(1)))
     with pytest.raises(Infeasible, match=r"cross_entropy_loss divides by a number of targets that the network itself decides"):
-        microbatched(graph, BATCH, 2)
+        microbatch_loss(graph, BATCH, 2)
 
 
 def test_sums_over_several_counts_are_refused() -> None:
     graph = capture(Classifier(), (rows(),), (torch.rand(BATCH, CLASSES),), lambda y, t: (y.sum(0) / t.sum(0)).sum())
     with pytest.raises(Infeasible, match=r"div \(aten\.div\.Tensor\) is not linear in a sum over the batch"):
-        microbatched(graph, BATCH, 2)
+        microbatch_loss(graph, BATCH, 2)
 
 
 def test_a_fixed_batch_is_refused() -> None:
     graph = capture(Classifier(), (rows(),), (), fixed=True)
     with pytest.raises(Infeasible, match=r"fixes its batch at 7, so 2 micro-batches"):
-        microbatched(graph, BATCH, 2)
+        microbatch_loss(graph, BATCH, 2)
 
 
 def test_batch_norm_is_as_on_one_device_with_the_same_micro_batches() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, CLASSES)).double()
     x, t = torch.randn(BATCH, 3, 4, 5).double(), labels(ignored=True)
     graph = capture(module, (x,), (t,), F.cross_entropy)
-    micro = microbatched(graph, BATCH, 3)
+    micro = microbatch_loss(graph, BATCH, 3)
     assert micro.notes == (
         "batch norm (1) takes its statistics per micro-batch, as one device with the same micro-batches would",
     )
@@ -510,21 +510,21 @@ def test_noise_in_the_weights_and_running_instance_norms_are_noted() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(F.dropout(x, 0.1), F.dropout(self.one.weight, 0.1))
 
-    assert [note.split(" per ")[0] for note in microbatched(capture(Noisy(), (rows(),)), BATCH, 2).notes] == [
+    assert [note.split(" per ")[0] for note in microbatch_loss(capture(Noisy(), (rows(),)), BATCH, 2).notes] == [
         "noise that all samples share (dropout_1) is drawn"
     ]
     tracked = nn.InstanceNorm1d(4, track_running_stats=True)
-    (note,) = microbatched(capture(tracked, (torch.randn(BATCH, 4, 3),)), BATCH, 2).notes
+    (note,) = microbatch_loss(capture(tracked, (torch.randn(BATCH, 4, 3),)), BATCH, 2).notes
     assert "updates its running statistics per micro-batch" in note
 
 
 def test_batch_norm_without_values_to_norm_is_refused() -> None:
     graph = capture(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), (rows(),))
-    assert microbatched(graph, BATCH, 3).notes
+    assert microbatch_loss(graph, BATCH, 3).notes
     with pytest.raises(
         Infeasible, match=r"1\.batch_norm would take its statistics of 1 value per channel in a micro-batch of 1"
     ):
-        microbatched(graph, BATCH, 4)
+        microbatch_loss(graph, BATCH, 4)
 
 
 class Counter(Classifier):
@@ -540,7 +540,7 @@ class Counter(Classifier):
 def test_a_buffer_that_changes_and_reaches_the_loss_is_refused() -> None:
     graph = capture(Counter(), (rows(),))
     with pytest.raises(Infeasible, match=r"buffer steps changes with every micro-batch"):
-        microbatched(graph, BATCH, 2)
+        microbatch_loss(graph, BATCH, 2)
 
 
 class Reporting(Classifier):
@@ -583,7 +583,7 @@ def test_whole_numbers_beside_the_loss_are_shared_out() -> None:
 
 def test_the_graph_stays_open_in_the_batch() -> None:
     graph = graph_of("gpt2")
-    micro = microbatched(graph, 4, 2)
+    micro = microbatch_loss(graph, 4, 2)
     assert micro.graph.batch is None
     assert micro.graph.targets[: len(graph.targets)] == graph.targets
     assert any(isinstance(size, Size) for size in micro.graph.values[graph.inputs[0]].shape)

@@ -85,8 +85,8 @@ def test_what_a_step_counts_is_what_its_transfers_list(seed: int) -> None:
     for step in (*exchange.steps, *exchange.adjoint.steps):
         for rank in range(step.mesh.size):
             listed = [sum(t.numel for t in transfers(step, rank, incoming=way) if t.peer != rank) for way in (True, False)]
-            assert step.given(rank) == listed[1]
-            assert step.pattern == "all_reduce" or step.received(rank) == listed[0]
+            assert step.sent_elements(rank) == listed[1]
+            assert step.pattern == "all_reduce" or step.received_elements(rank) == listed[0]
 
 
 @laws
@@ -153,7 +153,7 @@ def test_what_a_rank_receives_is_never_more_than_it_needs_from_each_partial(seed
         for rank in range(mesh.size):
             terms = int(np.prod([mesh.extent(a) for a in step.source.partial - step.target.partial], dtype=int))
             needed = int(np.prod(step.target.local_shape(mesh.coords(rank)), dtype=int))
-            assert 0 <= step.received(rank) <= max(2, terms) * needed
+            assert 0 <= step.received_elements(rank) <= max(2, terms) * needed
 
 
 # --- the textbook cases -------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_axes_of_one_rank_move_nothing() -> None:
     mesh = Mesh.of(a=1)
     for source, target in itertools.product(("same", "shard0", "shard1", "partial"), ("same", "shard1", "replicate")):
         exchange = Exchange(mesh, state(source, mesh), state(target, mesh))
-        assert all(s.received(0) == 0 and s.pattern in ("none", "local") for s in exchange.steps)
+        assert all(s.received_elements(0) == 0 and s.pattern in ("none", "local") for s in exchange.steps)
 
 
 def test_a_partial_sum_needed_in_slices_is_sliced_before_it_is_reduced() -> None:
@@ -213,7 +213,7 @@ def test_a_partial_sum_needed_in_slices_is_sliced_before_it_is_reduced() -> None
     target = Layout((Own.whole(8).refine(mesh, "b"), Own.whole(3)))
     steps = Exchange(mesh, source, target).steps
     assert [s.pattern for s in steps] == ["local", "all_reduce"]
-    assert steps[1].received(0) == 2 * 12 * 1 // 2
+    assert steps[1].received_elements(0) == 2 * 12 * 1 // 2
 
 
 def test_a_halo_receives_its_border_rows_and_no_more() -> None:
@@ -221,7 +221,7 @@ def test_a_halo_receives_its_border_rows_and_no_more() -> None:
     have = Own.whole(9).refine(mesh, "a")
     want = Own(("a",), (3,), tuple(IndexSet.of(9, [(low - 1, high + 1)]) for low, high in (s.bounds for s in have.sets)))
     (step,) = Exchange(mesh, Layout((have, Own.whole(5))), Layout((want, Own.whole(5)))).steps
-    assert [step.received(r) for r in range(3)] == [5, 10, 5]
+    assert [step.received_elements(r) for r in range(3)] == [5, 10, 5]
 
 
 def test_only_the_axes_that_move_something_join_the_group() -> None:

@@ -149,7 +149,7 @@ def test_domain_fetches_halos_and_never_a_whole_tensor_before_the_head() -> None
         assert move.kind == "halo"
         shape = move.exchange.target.shape
         row = math.prod(shape) // shape[2]
-        assert all(step.received(rank) <= 2 * row for step in move.exchange.steps for rank in range(4)), move.value
+        assert all(step.received_elements(rank) <= 2 * row for step in move.exchange.steps for rank in range(4)), move.value
 
 
 def test_splitbrain_reduces_convolutions_over_both_axes_and_linear_layers_over_data_only() -> None:

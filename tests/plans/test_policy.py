@@ -189,9 +189,9 @@ def test_differences_between_placements_are_named() -> None:
     assert "predicted for ranks on hosts [0, 0, 1], running on hosts [0, 0, 0]" in line
     (line,) = one.differences(replace(one, devices=("gpu",) * 3))
     assert line == "predicted for 3 x cpu, running on 3 x gpu"
-    (line,) = one.differences(replace(one, room=32 * 2**20))
+    (line,) = one.differences(replace(one, shared_bytes=32 * 2**20))
     assert "can share 32 MiB of memory" in line
-    assert one.differences(replace(one, room=2**34)) == []
+    assert one.differences(replace(one, shared_bytes=2**34)) == []
 
 
 def test_a_cluster_places_its_ranks_on_its_nodes() -> None:

@@ -22,11 +22,13 @@ from fourfold.graph.capture import capture
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Options, Plan, named
 from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lists.lowered_plan import BLOCKING, LoweredPlan, StageAction, check_runnable, lower_plan
-from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.plan_lowering import lower_plan
+from fourfold.plans.lists.rank_schedule import BLOCKING, StageAction
+from fourfold.plans.lists.stage_transfer import StageTensor, incoming, outgoing
 from fourfold.plans.lowering.stages import Cut, cut
-from fourfold.plans.spec.plan import Stage
-from fourfold.plans.strategies.balance import balanced, least_loaded, least_loaded_by
+from fourfold.plans.spec.plan import Stage, check_runnable
+from fourfold.plans.strategies.balance import balanced_firsts, least_loaded, least_loaded_by
 from layouts import Array, box_of, laid, whole_box
 from small import SMALL, batch_of, graph_of
 
@@ -161,12 +163,12 @@ def test_what_depends_on_no_input_is_computed_where_it_is_read_and_a_mask_crosse
 # --- between stages ---
 
 
-def sides(rng: random.Random) -> tuple[Side, Side]:
+def sides(rng: random.Random) -> tuple[StageTensor, StageTensor]:
     """A tensor on two sets of ranks that are apart, the same, or share some."""
     shape = [rng.randint(1, 7) for _ in range(rng.randint(1, 3))]
     meshes = [Mesh(tuple((name, rng.randint(1, 3)) for name in "abc"[: rng.randint(1, 3)])) for _ in range(2)]
     everyone = list(range(rng.randint(max(m.size for m in meshes), sum(m.size for m in meshes))))
-    source, target = (Side(laid(rng, mesh, shape), mesh, tuple(rng.sample(everyone, mesh.size))) for mesh in meshes)
+    source, target = (StageTensor(laid(rng, mesh, shape), mesh, tuple(rng.sample(everyone, mesh.size))) for mesh in meshes)
     if rng.random() < 0.2:
         target = replace(target, mesh=source.mesh, ranks=source.ranks, layout=laid(rng, source.mesh, shape))
     return source, target
@@ -248,7 +250,7 @@ def work_of(name: str, firsts: list[str]) -> list[int]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_stages_begin_one_after_the_other_and_each_has_work(name: str, stages: int) -> None:
     paths = [op.path for op in graph_of(name).ops]
-    firsts = balanced(graph_of(name), batch_of(name), [1.0] * stages)
+    firsts = balanced_firsts(graph_of(name), batch_of(name), [1.0] * stages)
     begins = [paths.index(first) for first in firsts]
     assert len(firsts) == stages
     assert begins == sorted(set(begins))
@@ -256,18 +258,18 @@ def test_stages_begin_one_after_the_other_and_each_has_work(name: str, stages: i
 
 
 def test_a_stage_of_two_ranks_gets_about_twice_the_work() -> None:
-    first, second = work_of("vgg16-cifar", balanced(graph_of("vgg16-cifar"), 8, [2.0, 1.0]))
+    first, second = work_of("vgg16-cifar", balanced_firsts(graph_of("vgg16-cifar"), 8, [2.0, 1.0]))
     assert 1.4 < first / second < 2.8
 
 
 def test_more_stages_than_places_to_cut_are_refused_with_the_number() -> None:
     graph = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (torch.randn(6, 4),))
     with pytest.raises(Infeasible, match=r"can be cut in (\d+) places, 40 stages need 39; use at most (\d+) stages") as found:
-        balanced(graph, 6, [1.0] * 40)
+        balanced_firsts(graph, 6, [1.0] * 40)
     most = int(re.findall(r"at most (\d+)", str(found.value))[0])
-    assert len(set(balanced(graph, 6, [1.0] * most))) == most
+    assert len(set(balanced_firsts(graph, 6, [1.0] * most))) == most
     with pytest.raises(Infeasible, match="can be cut"):
-        balanced(graph, 6, [1.0] * (most + 1))
+        balanced_firsts(graph, 6, [1.0] * (most + 1))
 
 
 # --- lists of actions ---
@@ -278,7 +280,7 @@ LISTS = [(name, schedule, ranks) for name in ("vgg16-cifar", "unet3d", "gpt2", "
 
 def by_stage(run: LoweredPlan) -> dict[int, tuple[StageAction, ...]]:
     """The list of the first rank of each stage."""
-    return {part.index: run.tasks(part.stage.ranks[0]) for part in run.parts}
+    return {part.index: run.rank_schedule(part.stage.ranks[0]) for part in run.parts}
 
 
 @pytest.mark.parametrize(("name", "schedule", "ranks"), LISTS)
@@ -302,7 +304,7 @@ def test_receives_stand_before_and_sends_behind_their_compute_in_the_order_of_th
 ) -> None:
     run = staged(name, schedule, ranks)
     for rank in range(ranks):
-        tasks = run.tasks(rank)
+        tasks = run.rank_schedule(rank)
         at = {str(task): i for i, task in enumerate(tasks)}
         assert len(at) == len(tasks)
         for i, task in enumerate(tasks):
@@ -324,17 +326,17 @@ def test_receives_stand_before_and_sends_behind_their_compute_in_the_order_of_th
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_receives_are_posted_a_turn_ahead_unless_the_schedule_blocks(schedule: str) -> None:
     run = staged("vgg16-cifar", schedule, 2)
-    tasks = [str(task) for task in run.tasks(1)]
+    tasks = [str(task) for task in run.rank_schedule(1)]
     early = tasks.index("1<0F1") < tasks.index("1F0")
     assert early == (schedule not in BLOCKING)
 
 
 def test_a_list_of_actions_reads_as_the_module_says() -> None:
     run = lower_plan(graph_of("gpt2"), named("pipeline:stages=2,microbatches=1", graph_of("gpt2"), ranks=2, batch=4))
-    assert " ".join(map(str, run.tasks(0))) == "R 0S 0F0 0>1F0 0<1B0 0B0 0G T L U"
-    assert " ".join(map(str, run.tasks(1))) == "1S 1<0F0 1F0 1B0 1>0B0 1G T L U"
+    assert " ".join(map(str, run.rank_schedule(0))) == "R 0S 0F0 0>1F0 0<1B0 0B0 0G T L U"
+    assert " ".join(map(str, run.rank_schedule(1))) == "1S 1<0F0 1F0 1B0 1>0B0 1G T L U"
     plain = lower_plan(graph_of("gpt2"), named("data", graph_of("gpt2"), ranks=2, batch=4))
-    assert [" ".join(map(str, plain.tasks(rank))) for rank in (0, 1)] == ["0S 0F0 0B0 0G L U"] * 2
+    assert [" ".join(map(str, plain.rank_schedule(rank))) for rank in (0, 1)] == ["0S 0F0 0B0 0G L U"] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-as", "fbp-as"])

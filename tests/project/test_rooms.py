@@ -70,7 +70,17 @@ MAY_IMPORT = {
     DOOR: ALL | {"cli", "planning"},
     "__main__": {"cli"},
 }
-CAPTURE = ("capture", "attributes", "export_watch", "export_errors", "refusals", "ranges", "recurrence", "walk", "autocast")
+CAPTURE = (
+    "capture",
+    "module_attributes",
+    "export_watch",
+    "export_errors",
+    "refusals",
+    "constant_ranges",
+    "lstm_tracing",
+    "fx_converter",
+    "autocast",
+)
 GRAPH_FILES = tuple(f"graph/{name}.py" for name in CAPTURE)
 WORLD_FILES = ("models/*", "runtime/*", "runs/*", "calibrate/*", "workload/*", *GRAPH_FILES)
 TORCH_FILES = (*WORLD_FILES, "reproduce/*", "report/*", "cli/*", "planning.py", "__init__.py")

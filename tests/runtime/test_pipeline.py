@@ -16,7 +16,7 @@ import fourfold as ff
 from awkward import NETS, Alone, Judge, built_in, net
 from fourfold.errors import WorkerFailed
 from fourfold.plans import Options, named
-from fourfold.plans.lists.lowered_plan import UNTIMED
+from fourfold.plans.lists.rank_schedule import UNTIMED
 from fourfold.plans.lowering.stages import cut
 from fourfold.plans.spec.plan import Segment
 from fourfold.plans.spec.schedule import schedule_named
@@ -165,7 +165,9 @@ def test_copies_of_a_tied_weight_stay_bitwise_equal(ranks: int, schedule: str) -
 def recorded(strategy: str, ranks: int, schedule: str) -> tuple[Timeline, list[str]]:
     """The timeline of a step, and this rank's list of actions."""
     run = made(strategy, ranks, schedule)
-    return run.timeline(*batch(0)), [str(t) for t in run.lowered.tasks(run._runner.rank) if t.kind not in (*UNTIMED, "update")]
+    return run.timeline(*batch(0)), [
+        str(t) for t in run.lowered.rank_schedule(run._runner.rank) if t.kind not in (*UNTIMED, "update")
+    ]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "schedule"), [("pipeline", 4, "1f1b-sno"), ("pipeline", 4, "1f1b-so"),

@@ -25,7 +25,7 @@ from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans import Mesh, Options, Plan, lower, lower_plan, named
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lists.actions import Fetch
-from fourfold.plans.lists.comm_batches import chunks, gathered
+from fourfold.plans.lists.comm_batches import chunks, weight_gathers
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.plan import Segment
 from fourfold.plans.spec.policy import Policy
@@ -53,26 +53,26 @@ def plan_of(name: str, strategy: str, ranks: int, zero: int, **fields: Any) -> P
 @pytest.mark.parametrize("shape", [(8, 4), (3, 5), (10,), (1, 1), (2, 9), (0, 3)])
 @pytest.mark.parametrize("mesh", [Mesh.of(data=4), Mesh.of(data=2, model=3)])
 def test_a_divided_layout_holds_every_element_once(shape: tuple[int, ...], mesh: Mesh) -> None:
-    divided = Layout.same(shape).divided(mesh)
+    divided = Layout.same(shape).fully_sharded(mesh)
     held = [divided.local_shape(mesh.coords(rank)) for rank in range(mesh.size)]
     assert sum(torch.Size(local).numel() for local in held) == torch.Size(shape).numel()
     assert divided.sharded == set(mesh.names)
 
 
 def test_a_tensor_without_dims_stays_whole() -> None:
-    assert Layout.same(()).divided(Mesh.of(data=4)) == Layout.same(())
+    assert Layout.same(()).fully_sharded(Mesh.of(data=4)) == Layout.same(())
 
 
 def test_dividing_further_keeps_what_is_divided_and_cuts_one_run_out_of_it() -> None:
     mesh = Mesh.of(data=2, model=2)
     rows = Layout.same((8, 3)).dims[0].refine(mesh, "model")
-    divided = Layout((rows, Layout.same((8, 3)).dims[1])).divided(mesh)
+    divided = Layout((rows, Layout.same((8, 3)).dims[1])).fully_sharded(mesh)
     assert [own.axes for own in divided.dims] == [("data", "model"), ()]
     assert divided.dims[0].at({"data": 1, "model": 0}) == IndexSet.of(8, [(2, 4)])
 
 
 def test_a_first_dim_with_too_few_indices_leaves_the_division_to_the_longest() -> None:
-    divided = Layout.same((3, 5, 7)).divided(Mesh.of(data=4))
+    divided = Layout.same((3, 5, 7)).fully_sharded(Mesh.of(data=4))
     assert [own.axes for own in divided.dims] == [(), (), ("data",)]
 
 
@@ -373,7 +373,7 @@ def test_the_oracle_prices_each_copy_of_a_weight_that_is_made(name: str) -> None
     made = lower_plan(graph_of(name), plan)
     prices = Prices(cluster=with_copies(fetch=1.0, give=1000.0))
     stage = StagePrices(made.lists(prices.placement)[0, plan.sizes[0]], prices)
-    weights = {move.value for move in gathered(made.parts[0].program)}
+    weights = {move.value for move in weight_gathers(made.parts[0].program)}
     priced = Counter({("fetch", v): 0 for v in weights})
     for item in (*stage.forward(), *stage.backward()):
         if item.label in weights and item.category == "gradient_exchange":
@@ -405,8 +405,8 @@ def saved(task: ComparisonRun) -> set[tuple[str, str]]:
 def test_backward_gathers_what_autograd_saves_and_nothing_else(name: str) -> None:
     plan = plan_of(name, "data", 2, 3)
     lists = lower_plan(graph_of(name), plan).lists(Placement.one_host(2), "fp64")[0, plan.sizes[0]]
-    users = [step for step in lists.program.computes() if id(step) in lists.messages.needed]
-    listed = {(step.op.path, move.value) for step in users for move in lists.messages.needed[id(step)]}
+    users = [step for step in lists.program.computes() if id(step) in lists.messages.backward_weights]
+    listed = {(step.op.path, move.value) for step in users for move in lists.messages.backward_weights[id(step)]}
     biases = {pair for pair in listed if "lstm" in pair[0] and "bias" in pair[1]}  # kept by oneDNN's LSTM alone (float32)
     for seen in pool(2)(saved, replace(built_in(name).task, plan=plan)):
         assert listed - biases <= seen <= listed

@@ -225,8 +225,10 @@ class Prepared:
     def _judge_exchange(self, cell: Cell, column: Column, program: Program) -> None:
         moves = [m for m in program.moves() if m.value in _fed(program.graph)]
         mesh = program.mesh
-        cell.forward = max(sum(s.received(r) for m in moves for s in m.exchange.steps) for r in range(mesh.size))
-        cell.backward = max(sum(s.received(r) for m in moves for s in m.exchange.adjoint.steps) for r in range(mesh.size))
+        cell.forward = max(sum(s.received_elements(r) for m in moves for s in m.exchange.steps) for r in range(mesh.size))
+        cell.backward = max(
+            sum(s.received_elements(r) for m in moves for s in m.exchange.adjoint.steps) for r in range(mesh.size)
+        )
         y = sum(o.numel() for o in self.outputs)
         cell.limit = column.limit(self.case.shapes[0], y, mesh.size)
         undivided = [c.op.target for c in program.computes() if c.op.module.startswith("op") and _gathers(program, c)]

@@ -323,7 +323,7 @@ def lowered(path: Path, graph: Graph) -> None:
     plan.check(graph)
     program = lower_plan(graph, plan)
     for ranks in program.places:
-        program.tasks(ranks[0])
+        program.rank_schedule(ranks[0])
 
 
 def priced(path: Path, program: Callable[[], Any]) -> None:

@@ -303,7 +303,7 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     """Two weights stored divided, as ZeRO-3 has them: copied together, or their gradients dealt out, one after the other as
     those of a layer are. `measured` halves it."""
     whole = Layout.same((numel,))
-    exchange = Exchange(world.mesh, whole.divided(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
+    exchange = Exchange(world.mesh, whole.fully_sharded(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
     shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
     moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
     weights = [Gathered(move, (numel,), shards[move.value]) for move in moves]

@@ -14,7 +14,8 @@ from fourfold.errors import Damaged, InvalidInput
 from fourfold.graph.spec import computed_as
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices
-from fourfold.plans.lists.lowered_plan import LoweredPlan, lower_plan
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.runtime.comm.shared.memory import host_of_this_process
 from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.host.launch import Ranks

@@ -287,7 +287,7 @@ def _foretold(
     from fourfold.calibrate.measured_prices import predict_on_ranks
     from fourfold.cluster import PRECISIONS, cluster_named
     from fourfold.plans import lower_plan
-    from fourfold.plans.lists.lowered_plan import check_runnable
+    from fourfold.plans.spec.plan import check_runnable
     from fourfold.runtime.comm.world import here
 
     lowered = lower_plan(seen.graph, made)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.errors import CaptureFailed
-from fourfold.graph.spec import Device, Dtype, Graph, Op, Ref, TensorSpec, mapped
+from fourfold.graph.spec import Device, Dtype, Graph, Op, Ref, TensorSpec, map_leaves
 
 TRIAL_BATCH = 2  # dtypes do not depend on it
 _KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
@@ -117,7 +117,7 @@ def _called(op: Op, operands: Sequence[Tensor], device: str) -> tuple[dict[int, 
             return getattr(torch, item.name)
         return torch.device("meta") if isinstance(item, Device) else item
 
-    args, kwargs = mapped(op.args, leaf), mapped(dict(op.kwargs), leaf)
+    args, kwargs = map_leaves(op.args, leaf), map_leaves(dict(op.kwargs), leaf)
     watch = _Watch({id(t): k for k, t in enumerate(own)}, device, listed=_listed(op, device))
     try:
         with watch:
@@ -156,7 +156,7 @@ class _Writer:
             for k, name in enumerate(op.operands)
         ]
         left = iter(names)
-        args, kwargs = mapped((op.args, dict(op.kwargs)), lambda item: Ref(next(left)) if isinstance(item, Ref) else item)
+        args, kwargs = map_leaves((op.args, dict(op.kwargs)), lambda item: Ref(next(left)) if isinstance(item, Ref) else item)
         self.ops.append(replace(op, args=args, kwargs=kwargs))
         for result, dtype in dtypes.items():
             self.values[result] = TensorSpec(self.values[result].shape, dtype)

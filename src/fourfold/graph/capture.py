@@ -1,8 +1,8 @@
 """From an `nn.Module` and its loss to a `Graph`, by torch.export.
 
 Non-strict export with a dynamic batch dim; where a model fixes its batch size, a static capture instead. Every submodule is
-captured in the mode (train, eval) the user left it in, and the module is left as it was. The result is kept as high-level as
-torch.export leaves it; the little that is changed, `walk.py` changes. What export would drop, `observe.py` refuses.
+captured in the mode (train, eval) the user left it in, and the module is left as it was. The result is as high-level as
+torch.export leaves it but for what `fx_converter.py` changes. What export would drop, `export_watch.py` refuses.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fourfold.errors import CaptureFailed
-from fourfold.graph.attributes import unchanged
+from fourfold.graph.constant_ranges import ConstantRanges
 from fourfold.graph.export_errors import explained
 from fourfold.graph.export_watch import Observer
-from fourfold.graph.ranges import KnownRanges
-from fourfold.graph.recurrence import by_shapes
+from fourfold.graph.fx_converter import FxConverter
+from fourfold.graph.lstm_tracing import lstm_by_shapes
+from fourfold.graph.module_attributes import preserve_attributes
 from fourfold.graph.refusals import refuse_hooks, refuse_modules, refuse_overlaps
 from fourfold.graph.spec import Graph, Op, Parameter, Ref
-from fourfold.graph.walk import Walk
 
 Loss = Callable[..., Tensor]
 Inputs = tuple[Tensor, ...] | Mapping[str, Tensor]
@@ -92,7 +92,7 @@ def capture(
     trains = train is not False
     if trains:
         refuse_hooks(whole)
-    with unchanged(whole):
+    with preserve_attributes(whole):
         if train is not None:
             model.train(train)
         refuse_modules(whole)
@@ -109,7 +109,7 @@ def capture(
 
 def _captured(whole: WithLoss, inputs: Inputs, targets: tuple[Tensor, ...], *, dynamic: bool, trains: bool) -> Graph:
     seen = Observer(differentiated=trains)
-    with unchanged(whole):
+    with preserve_attributes(whole):
         exported = _export(whole, inputs, targets, seen, dynamic=dynamic)
     name = type(whole.model).__name__
     seen.refuse(name)
@@ -143,7 +143,7 @@ def _refuse_state(
     if not seen.changed:
         return
     again = Observer(differentiated=False)
-    with unchanged(whole):
+    with preserve_attributes(whole):
         exported = _export(whole, inputs, targets, again, dynamic=dynamic, times=2)
     if again.written != seen.written:
         key = _shown(min(again.written ^ seen.written))
@@ -197,8 +197,8 @@ def _export(
             warnings.catch_warnings(),
             _without_logs(),
             contextlib.redirect_stderr(io.StringIO()),
-            by_shapes(),
-            KnownRanges(),
+            lstm_by_shapes(),
+            ConstantRanges(),
             observer.watching(),
         ):
             warnings.simplefilter("ignore")
@@ -227,7 +227,7 @@ def _batched(tensor: Tensor, batch: int) -> bool:
 def _graph(
     whole: WithLoss, exported: Any, inputs: Inputs, targets: tuple[Tensor, ...], *, batch: int | None, twice: set[str]
 ) -> Graph:
-    builder, env = Walk(), {}
+    builder, env = FxConverter(), {}
     state = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers(remove_duplicate=False))}
     clash = {key.removeprefix("model.") for key in state if key.startswith("model.loss.")} & state.keys()
     if clash:
@@ -285,7 +285,7 @@ def _graph(
     )
 
 
-def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
+def _write_twice(builder: FxConverter, buffers: Mapping[str, str]) -> None:
     """Buffers written inside torch.utils.checkpoint, which runs forward again for backward, are written twice, as eager does:
     running statistics move twice towards the same ones of the batch, a counter counts two."""
     left = dict(buffers)
@@ -310,7 +310,7 @@ def _write_twice(builder: Walk, buffers: Mapping[str, str]) -> None:
         )
 
 
-def _last_writes(builder: Walk) -> list[tuple[str, str]]:
+def _last_writes(builder: FxConverter) -> list[tuple[str, str]]:
     """Each stored buffer and the value it holds after the step (chains of writes followed to their end)."""
     roots = [b for b in builder.writes if b not in set(builder.writes.values())]
     out = []
@@ -322,7 +322,7 @@ def _last_writes(builder: Walk) -> list[tuple[str, str]]:
     return out
 
 
-def _used(builder: Walk, loss: str, outputs: Sequence[str]) -> tuple[Op, ...]:
+def _used(builder: FxConverter, loss: str, outputs: Sequence[str]) -> tuple[Op, ...]:
     """The ops whose results are used, in order."""
     wanted = {loss, *outputs, *builder.writes.values()}
     kept: list[Op] = []

@@ -1,4 +1,4 @@
-"""What torch.export drops without a word, watched for while it traces, and refused by name.
+"""Refuses, by name, what torch.export drops silently: the module is watched while it is traced.
 
 Export records tensor ops. The backward of a custom autograd.Function, hooks on gradients, hooks on saved tensors, numbers
 drawn by Python and state kept in attributes leave no op behind: the captured program would train with other numbers. Two
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
 
 from fourfold.errors import CaptureFailed
-from fourfold.graph.attributes import plain_state, tensors_of
+from fourfold.graph.module_attributes import plain_state, tensors_of
 
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _HARMLESS = (save_on_cpu, checkpointing._checkpoint_hook, checkpointing._recomputation_hook)
@@ -66,7 +66,7 @@ class Observer(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what no torch function tells: custom Functions and hooks on saved tensors."""
+        """Also watch custom Functions and hooks on saved tensors, which no torch function call shows."""
         apply, enter = torch.autograd.Function.__dict__["apply"], saved_tensors_hooks.__enter__
 
         def watched(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -168,8 +168,8 @@ class Graph:
         """This graph with every `Size` replaced for the given global batch; the same value each time, with what was derived."""
         known: dict[int, Graph] = self.memo.setdefault("at", {})
         if batch not in known:
-            values = {k: TensorSpec(substituted(v.shape, batch), v.dtype) for k, v in self.values.items()}
-            ops = (replace(op, args=substituted(op.args, batch), kwargs=substituted(op.kwargs, batch)) for op in self.ops)
+            values = {k: TensorSpec(with_batch(v.shape, batch), v.dtype) for k, v in self.values.items()}
+            ops = (replace(op, args=with_batch(op.args, batch), kwargs=with_batch(op.kwargs, batch)) for op in self.ops)
             known[batch] = replace(self, values=values, ops=tuple(ops))
         return known[batch]
 
@@ -240,17 +240,17 @@ def refs(literal: Any) -> Iterator[Ref]:
             yield from refs(item)
 
 
-def mapped(literal: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(literal: Any, change: Callable[[Any], Any]) -> Any:
     """The literal with `change` applied to every leaf."""
     if isinstance(literal, (tuple, list)):
-        return tuple(mapped(item, change) for item in literal)
+        return tuple(map_leaves(item, change) for item in literal)
     if isinstance(literal, Mapping):
-        return {key: mapped(item, change) for key, item in literal.items()}
+        return {key: map_leaves(item, change) for key, item in literal.items()}
     return change(literal)
 
 
-def substituted(literal: Any, batch: int) -> Any:
-    return mapped(literal, lambda leaf: leaf.at(batch) if isinstance(leaf, Size) else leaf)
+def with_batch(literal: Any, batch: int) -> Any:
+    return map_leaves(literal, lambda leaf: leaf.at(batch) if isinstance(leaf, Size) else leaf)
 
 
 def canonical(value: Any) -> Any:

@@ -62,9 +62,17 @@ def conv(op: Op, graph: Graph) -> Nest | None:
     call = Call(op, graph, "input weight bias stride padding dilation groups")
     if op.target.startswith("aten.convolution"):
         call = Call(op, graph, "input weight bias stride padding dilation transposed output_padding groups")
-        if call["transposed"]:
-            return conv_transpose(op, graph)
-    x, w = call.shape("input"), call.shape("weight")
+    return _nest(call, transposed=bool("transposed" in call.names and call["transposed"]))
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def conv_transpose(op: Op, graph: Graph) -> Nest | None:
+    return _nest(Call(op, graph, "input weight bias stride padding output_padding groups dilation"), transposed=True)
+
+
+def _nest(call: Call, *, transposed: bool) -> Nest | None:
+    """Plain and transposed differ in the layout of the weight, the windows and what FLOPs are counted by."""
+    x, w, y = call.shape("input"), call.shape("weight"), call.result
     count = len(w) - 2
     if len(x) != count + 2:
         return None  # no batch dim
@@ -73,61 +81,30 @@ def conv(op: Op, graph: Graph) -> Nest | None:
     padding = _padding(call.get("padding", 0), kernel, dilation)
     if padding is None:
         return None
-    y = call.result
-    channels, inside, outside = _channels(groups, w[0], x[1])
+    channels, inside, outside = _channels(groups, w[1] * groups if transposed else w[0], x[1])
     loops = [Loop(name="n", size=x[0], labels=("batch",)), *channels]
     windows: list[Dim] = []
-    for i in range(count):
+    for i, (pad, _) in enumerate(padding):
         loops.append(Loop(name=f"d{i}", size=y[2 + i], labels=spatial_label(i)))
-        need = Sliding(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=padding[i][0], dilation=dilation[i])
+        rows = Transposed if transposed else Sliding
+        need = rows(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=pad, dilation=dilation[i])
         windows.append((Window(f"d{i}", need),))
-    weight: tuple[Dim, ...] = (outside, ("c",), *((k,) for k in kernel))
-    operands: list[tuple[Dim, ...]] = [(("n",), inside, *windows), weight]
+    filters: tuple[Dim, Dim] = (inside, ("f",)) if transposed else (outside, ("c",))
+    operands: list[tuple[Dim, ...]] = [(("n",), inside, *windows), (*filters, *((k,) for k in kernel))]
     if call["bias"] is not None:
         operands.append((outside,))
     return Nest(
         loops=tuple(loops),
         operands=tuple(operands),
         results=((("n",), outside, *((f"d{i}",) for i in range(count))),),
-        kernel="conv",
+        kernel="conv_transpose" if transposed else "conv",
         anchor=True,
-        flops=2 * math.prod(y) * w[1] * math.prod(kernel),
+        flops=2 * math.prod(x if transposed else y) * w[1] * math.prod(kernel),
         saved=(0, 1),
-        detail={"stride": stride, "padding": padding, "dilation": dilation, "kernel": kernel},
-    )
-
-
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def conv_transpose(op: Op, graph: Graph) -> Nest | None:
-    call = Call(op, graph, "input weight bias stride padding output_padding groups dilation")
-    if op.target.startswith("aten.convolution"):
-        call = Call(op, graph, "input weight bias stride padding dilation transposed output_padding groups")
-    x, w = call.shape("input"), call.shape("weight")
-    count = len(w) - 2
-    if len(x) != count + 2:
-        return None
-    kernel, groups = w[2:], call.get("groups", 1)
-    stride, dilation = _tuple(call["stride"], count, 1), _tuple(call["dilation"], count, 1)
-    padding = _tuple(call["padding"], count, 0)
-    y = call.result
-    channels, inside, outside = _channels(groups, w[1] * groups, x[1])
-    loops = [Loop(name="n", size=x[0], labels=("batch",)), *channels]
-    windows: list[Dim] = []
-    for i in range(count):
-        loops.append(Loop(name=f"d{i}", size=y[2 + i], labels=spatial_label(i)))
-        need = Transposed(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=padding[i], dilation=dilation[i])
-        windows.append((Window(f"d{i}", need),))
-    weight: tuple[Dim, ...] = (inside, ("f",), *((k,) for k in kernel))
-    operands: list[tuple[Dim, ...]] = [(("n",), inside, *windows), weight]
-    if call["bias"] is not None:
-        operands.append((outside,))
-    return Nest(
-        loops=tuple(loops),
-        operands=tuple(operands),
-        results=((("n",), outside, *((f"d{i}",) for i in range(count))),),
-        kernel="conv_transpose",
-        anchor=True,
-        flops=2 * math.prod(x) * w[1] * math.prod(kernel),
-        saved=(0, 1),
-        detail={"stride": stride, "padding": padding, "dilation": dilation, "kernel": kernel},
+        detail={
+            "stride": stride,
+            "padding": tuple(pad for pad, _ in padding) if transposed else padding,
+            "dilation": dilation,
+            "kernel": kernel,
+        },
     )

@@ -40,9 +40,9 @@ def embedding(op: Op, graph: Graph) -> Nest | None:
 def index_select(op: Op, graph: Graph) -> Nest | None:
     x, ids = (graph.values[name].shape for name in op.operands)
     dim = op.args[1] % len(x)
-    loops = tuple(Loop(name=f"i{d}", size=ids[0] if d == dim else size) for d, size in enumerate(x)) if ids else ()
     if not ids:
         return None
+    loops = tuple(Loop(name=f"i{d}", size=ids[0] if d == dim else size) for d, size in enumerate(x))
     dims: tuple[Dim, ...] = tuple((x[d],) if d == dim else (f"i{d}",) for d in range(len(x)))
     result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     return Nest(loops=loops, operands=(dims, ((f"i{dim}",),)), results=(result,), saved=(1,))
@@ -75,37 +75,45 @@ def index(op: Op, graph: Graph) -> Nest | None:
     specs = [graph.values[indices[d].name] for d in at]
     if not at or any(spec.dtype in ("bool", "uint8") for spec in specs):
         return None
-    width = max(len(spec.shape) for spec in specs)
-    shape = tuple(max(_size(spec.shape, width, k) for spec in specs) for k in range(width))
-    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0
+    shape = _broadcast_shape([spec.shape for spec in specs])
+    width = len(shape)
     rest = [d for d in range(len(x)) if d not in at]
     loops = [Loop(name=f"b{k}", size=size) for k, size in enumerate(shape)]
     loops += [Loop(name=f"i{d}", size=x[d]) for d in rest]
     source: dict[int, Dim] = {d: (f"i{d}",) for d in rest} | {d: (x[d],) for d in at}
-    source |= _counted(graph, x, {d: indices[d].name for d in at}, width)
-    own: list[tuple[Dim, ...]] = []
-    for spec in specs:
-        skip = width - len(spec.shape)
-        own.append(tuple((f"b{skip + j}",) if n == shape[skip + j] else () for j, n in enumerate(spec.shape)))
-    lead, tail = [d for d in rest if d < first], [d for d in rest if d >= first]
-    result: tuple[Dim, ...] = (*((f"i{d}",) for d in lead), *((f"b{k}",) for k in range(width)), *((f"i{d}",) for d in tail))
+    source |= _row_by_row(graph, x, {d: indices[d].name for d in at}, width)
+    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # where the indices' dims go: in place of adjacent dims, else first
+    before, after = ([(f"i{d}",) for d in rest if (d < first) == is_before] for is_before in (True, False))
     return Nest(
         loops=tuple(loops),
-        operands=(tuple(source[d] for d in range(len(x))), *own),
-        results=(result,),
+        operands=(tuple(source[d] for d in range(len(x))), *(_index_dims(spec.shape, shape) for spec in specs)),
+        results=((*before, *((f"b{k}",) for k in range(width)), *after),),
         linear=(0,),
         kernel="index",
-        saved=tuple(range(1, len(own) + 1)),
+        saved=tuple(range(1, len(specs) + 1)),
         detail={"dims": tuple(at)},
     )
 
 
-def _counted(graph: Graph, x: tuple[int, ...], indices: dict[int, str], width: int) -> dict[int, Dim]:
+def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of the indices together, aligned at the right."""
+    width = max(map(len, shapes))
+    padded = [(1,) * (width - len(shape)) + shape for shape in shapes]
+    return tuple(map(max, zip(*padded, strict=True)))
+
+
+def _index_dims(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Dim, ...]:
+    """The dims of one index along the loops of all indices."""
+    skip = len(shape) - len(own)
+    return tuple((f"b{skip + j}",) if size == shape[skip + j] else () for j, size in enumerate(own))
+
+
+def _row_by_row(graph: Graph, x: tuple[int, ...], indices: dict[int, str], width: int) -> dict[int, Dim]:
     """The dims of x that are read row by row along a dim of the result; of several along one, the first."""
     out: dict[int, Dim] = {}
     taken: set[int] = set()
     for d, name in indices.items():
-        shape, counts = graph.values[name].shape, _counts(graph, name)
+        shape, counts = graph.values[name].shape, _counting_dim(graph, name)
         if counts is None or not 0 <= counts[1] <= x[d] - max(shape):
             continue
         k = counts[0] + width - len(shape)
@@ -115,16 +123,10 @@ def _counted(graph: Graph, x: tuple[int, ...], indices: dict[int, str], width: i
     return out
 
 
-def _size(shape: tuple[int, ...], width: int, k: int) -> int:
-    """Size of dim k of a shape aligned at the right of `width` dims."""
-    at = k - (width - len(shape))
-    return shape[at] if at >= 0 else 1
-
-
 _SAME_VALUES = ("unsqueeze", "view", "reshape", "squeeze", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "add")
 
 
-def _counts(graph: Graph, name: str) -> tuple[int, int] | None:
+def _counting_dim(graph: Graph, name: str) -> tuple[int, int] | None:
     """The dim along which a tensor counts up by one, all others being of size one, and its first value."""
     shape, start = graph.values[name].shape, 0
     long = [d for d, size in enumerate(shape) if size > 1]

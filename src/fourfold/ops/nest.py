@@ -7,7 +7,7 @@ splitting one loop; from the nest alone follows what every operand must hold and
 - an operand that has the loop is sharded along it, one that lacks it is replicated and its gradient is partial;
 - a result that has the loop is sharded, one that lacks it is partial (a `sum` loop) or the same everywhere (`joint`).
 
-Nothing here knows meshes or layouts; `plans.lowering.place` joins the two.
+Nothing here knows meshes or layouts; `plans.lowering.op_layouts` joins the two.
 """
 
 from __future__ import annotations

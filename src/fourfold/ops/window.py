@@ -59,9 +59,6 @@ class Shift:
     def __call__(self, outputs: IndexSet) -> IndexSet:
         return outputs.shifted(self.start, self.size)
 
-    def inverse(self, inputs: IndexSet) -> IndexSet:
-        return inputs.shifted(-self.start, self.count)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -73,7 +70,3 @@ class Rows:
 
     def __call__(self, outputs: IndexSet) -> IndexSet:
         return IndexSet.of_indices(self.size, {i for o in outputs for i in self.taps[o] if i >= 0})
-
-
-def conv_size(size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
-    return (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1

@@ -32,9 +32,9 @@ from fourfold.planner.stages.partition import Staged
 from fourfold.planner.stages.stage_search import staged
 from fourfold.plans import lower_plan, named
 from fourfold.plans.lists.lowered_plan import LoweredPlan
-from fourfold.plans.lowering.additive_loss import microbatched
+from fourfold.plans.lowering.additive_loss import microbatch_loss
 from fourfold.plans.spec.plan import Plan
-from fourfold.plans.strategies.compose import recomputed
+from fourfold.plans.strategies.composition import plan_with_recompute
 from fourfold.plans.strategies.named import STRATEGIES
 
 ALONE = ("filter", "channel", "spatial", "pipeline")
@@ -131,7 +131,7 @@ class _Search:
     def _mixed(self) -> str:
         """What micro-batches change about the numbers, if anything."""
         with suppress(Infeasible):
-            return "; ".join(microbatched(self.task.graph, self.task.batch, min(2, self.task.batch)).notes)
+            return "; ".join(microbatch_loss(self.task.graph, self.task.batch, min(2, self.task.batch)).notes)
         return ""
 
     def _late(self) -> bool:
@@ -253,7 +253,7 @@ class _Search:
         if not plan.recompute and not plan.passes:
             for count in SEGMENTS:
                 with suppress(Infeasible):  # a stage that cannot be cut so often
-                    again = recomputed(self.task.graph, plan, count)
+                    again = plan_with_recompute(self.task.graph, plan, count)
                     yield again
                     yield replace(again, zero=3)
 

@@ -8,12 +8,13 @@ from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.layout.ownership import Own
-from fourfold.plans.lists.lowered_plan import LoweredPlan, lower_plan
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.plans.lowering.lower import lower
 from fourfold.plans.lowering.program import Compute, Move, Program, Repeat
 from fourfold.plans.spec.plan import Passes, Plan
 from fourfold.plans.spec.plan_file import load_plan, save_plan
-from fourfold.plans.strategies.compose import Options
+from fourfold.plans.strategies.composition import Options
 from fourfold.plans.strategies.named import STRATEGIES, named
 
 __all__ = [

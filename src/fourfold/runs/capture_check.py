@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import CaptureFailed, Error
-from fourfold.graph.attributes import unchanged
 from fourfold.graph.capture import WithLoss
+from fourfold.graph.module_attributes import preserve_attributes
 from fourfold.ops.nest import nest_of
 from fourfold.plans import Mesh, Plan
 from fourfold.runs.compare import Distances
@@ -133,7 +133,7 @@ def _checks(workload: Workload, reference: Reference, others: list[Tensor]) -> l
 def restored(workload: Workload) -> Iterator[None]:
     """The module's attributes, and the random states of torch, Python and NumPy, are afterwards what they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with unchanged(WithLoss(workload.case.module, workload.case.loss)), torch.random.fork_rng(devices=[]):
+    with preserve_attributes(WithLoss(workload.case.module, workload.case.loss)), torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fourfold.graph import Graph
 from fourfold.plans import Plan
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import lower_plan
+from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.runs.initial_tensors import cut
 from fourfold.runs.measure import measure
 from fourfold.runtime.comm.exchange import is_inexact

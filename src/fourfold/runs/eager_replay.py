@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.graph import Dtype, Graph, Op
-from fourfold.graph.spec import mapped
+from fourfold.graph.spec import map_leaves
 from fourfold.plans import Mesh, Plan, lower_plan
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
@@ -120,5 +120,5 @@ def draws_as_called(name: str, args: Any, kwargs: Mapping[str, Any], *, seeded: 
 def casts(op: Op) -> bool:
     """Whether a captured op names a floating-point dtype narrower than float64, or a complex one of such."""
     found: list[str] = []
-    mapped((op.args, op.kwargs), lambda leaf: found.append(leaf.name) if isinstance(leaf, Dtype) else None)
+    map_leaves((op.args, op.kwargs), lambda leaf: found.append(leaf.name) if isinstance(leaf, Dtype) else None)
     return any(name.startswith(("float", "bfloat", "complex")) and name not in ("float64", "complex128") for name in found)

@@ -18,7 +18,7 @@ from fourfold.graph.capture import Loss, WithLoss, capture
 from fourfold.optimizers import ELEMENTWISE
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import lower_plan, lowered
+from fourfold.plans.lists.plan_lowering import lower_plan, lower_stages
 from fourfold.runs.capture_check import SAMPLES, refuse_together
 from fourfold.runs.claims import claim
 from fourfold.runs.initial_tensors import cut, loader
@@ -207,7 +207,7 @@ class Parallel:
 
     def _make_evaluator(self) -> Runner:
         graph = capture(self._model, *examples(self.plan, self._model), self._loss, train=False)
-        made = lowered(graph, replace(self.plan, graph=graph.hash, recompute=()), like=self.lowered)
+        made = lower_stages(graph, replace(self.plan, graph=graph.hash, recompute=()), like=self.lowered)
         trained = self._kept_keys()
 
         def load(world: World) -> FullTensor:

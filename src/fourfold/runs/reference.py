@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph
-from fourfold.graph.attributes import unchanged
 from fourfold.graph.capture import WithLoss, mean_square
+from fourfold.graph.module_attributes import preserve_attributes
 from fourfold.plans import Mesh, Plan
 from fourfold.runs.comparison_run import ComparisonRun, RunResult, run_steps
 from fourfold.runs.eager_replay import NotReplayable, Replay, casts, draws
@@ -163,7 +163,7 @@ def eager_trial(
             tensor.grad = None
         batches = [[cast(t) for t in (later[step - 1] if step and later else tensors)] for step in range(steps)]
         forward = partial(_forward, whole, workload, microbatches, replay)
-        with unchanged(whole):
+        with preserve_attributes(whole):
             return _steps(whole, forward, batches, workload.graph, optimizer, replay)
     finally:
         for tensor, data, grad in before.values():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans import Plan, lower_plan
-from fourfold.plans.lists.lowered_plan import check_runnable
+from fourfold.plans.spec.plan import check_runnable
 from fourfold.runs.compare import first_bad
 from fourfold.runs.comparison_run import ComparisonRun, runner, save_data
 from fourfold.runs.datasets import SYNTHETIC, dataset

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fourfold.errors import InvalidInput, nearest
 from fourfold.plans import LoweredPlan, Plan, lower_plan
-from fourfold.plans.lists.lowered_plan import check_runnable
+from fourfold.plans.spec.plan import check_runnable
 from fourfold.runs.compare import Distances, Worst, first_bad
 from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, load_result, save_data
 from fourfold.runs.measure import waiting

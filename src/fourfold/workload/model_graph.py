@@ -8,7 +8,7 @@ from typing import Any
 
 from fourfold.graph import Graph
 from fourfold.plans.spec.plan import Plan
-from fourfold.plans.strategies.compose import Options
+from fourfold.plans.strategies.composition import Options
 from fourfold.plans.strategies.named import named
 
 

@@ -34,7 +34,7 @@ from fourfold.plans.lists.actions import (
 )
 from fourfold.plans.lists.comm_batches import Bucket
 from fourfold.plans.lists.rank_classes import share_of
-from fourfold.plans.lists.result_layout import Strided, passes, results, strided
+from fourfold.plans.lists.result_layout import Strided, is_gradient_strided, passes_gradient, results
 from fourfold.plans.lists.saved_tensors import Saving, Share, saving
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.program import Compute, Move
@@ -48,7 +48,7 @@ class Facts:
     lies: tuple[Strided, ...]
     space: Workspace
     kept: Saving
-    passes: tuple[bool, ...]
+    passes_gradient: tuple[bool, ...]
     sizes: tuple[int, ...]  # bytes of the operands
 
 
@@ -178,13 +178,13 @@ class ForwardMemory(BackwardMemory):
     def _found(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
         share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self._item, step.dtypes)))
         space, kept = self._needs(share, [t.var is not None for t in ins])
-        copied = [_ends(t.var) and strided(share, k) for k, t in enumerate(ins)]
+        copied = [_ends(t.var) and is_gradient_strided(share, k) for k, t in enumerate(ins)]
         return Facts(
             share=share,
             lies=tuple(results(share, [t.lies for t in ins], over)),
             space=space,
             kept=kept,
-            passes=tuple(passes(share, k) and not copied[k] for k in range(len(ins))),
+            passes_gradient=tuple(passes_gradient(share, k) and not copied[k] for k in range(len(ins))),
             sizes=tuple(t.bytes for t in ins),
         )
 
@@ -219,7 +219,7 @@ class ForwardMemory(BackwardMemory):
 
         def backward(given: list[Block]) -> list[Block | None]:
             out: list[Block | None] = []
-            for var, size, through in zip(read, facts.sizes, facts.passes, strict=True):
+            for var, size, through in zip(read, facts.sizes, facts.passes_gradient, strict=True):
                 if var is None:
                     out.append(None)
                 elif through and given:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fourfold.ops.register import rule_for
+from fourfold.ops.rule_tables import rule_for
 from fourfold.oracle.memory import workspace as processor
 from fourfold.oracle.memory.workspace import Workspace
 from fourfold.plans.lists.saved_tensors import Saving, Share

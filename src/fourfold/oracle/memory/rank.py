@@ -20,7 +20,8 @@ from fourfold.oracle.memory.steady_state import SteadyState, steady_state
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lists.actions import GatherSlices, Sum
-from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage, StageAction
+from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
+from fourfold.plans.lists.rank_schedule import StageAction
 from fourfold.plans.lists.result_layout import Strided
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lists.stage_transfer import incoming, outgoing
@@ -121,7 +122,7 @@ class RankReplay:
 
     def peak(self, ranks: tuple[int, ...]) -> Peak:
         best, action = self.heap.peak, "start"
-        tasks, at = self.lowered.tasks(self.rank), 0
+        tasks, at = self.lowered.rank_schedule(self.rank), 0
         steady = steady_state(tasks, self.turns, self.lowered.plan.sizes, (1, len(self.lowered.places)))
         while at < len(tasks):
             at = self._caught_up(steady, at)
@@ -327,8 +328,8 @@ class RankReplay:
     def _listed(self, task: StageAction, incoming_: bool) -> Iterator[tuple[Crossing, list[tuple[int, bool]]]]:
         size, values = self.lowered.plan.sizes[task.microbatch], self.lowered.loss.graph.at(1).values
         ends = (task.peer, task.stage) if incoming_ else (task.stage, task.peer)
-        for crossing in self.lowered.between(*ends, task.way):
-            source, target = (self.lowered.side(end, crossing.value, size) for end in ends)
+        for crossing in self.lowered.tensors_between(*ends, task.way):
+            source, target = (self.lowered.stage_tensor(end, crossing.value, size) for end in ends)
             items = incoming(source, target, self.rank) if incoming_ else outgoing(source, target, self.rank)
             mine = target if incoming_ else source
             whole = math.prod(mine.layout.local_shape(mine.mesh.coords(mine.ranks.index(self.rank))))

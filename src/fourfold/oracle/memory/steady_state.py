@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fourfold.plans.lists.lowered_plan import StageAction
+from fourfold.plans.lists.rank_schedule import StageAction
 
 Turns = Mapping[tuple[int, str, int], tuple[int, int]]
 """By stage, way and micro-batch: the place an action is done at, and at which of its turns."""

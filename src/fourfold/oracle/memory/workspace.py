@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fourfold.ops.register import rule_for
+from fourfold.ops.rule_tables import rule_for
 from fourfold.plans.lists.saved_tensors import Share, full_bytes
 
 

@@ -84,7 +84,9 @@ class DividedWeights:
     def _message(self, bunch: Bunch) -> int:
         """Bytes packed and received."""
         pairs = zip(bunch.moves, bunch.steps, strict=True)
-        return sum(self.item(m.value) * (step.received(self.rank) + step.given(self.rank)) for m, step in pairs)
+        return sum(
+            self.item(m.value) * (step.received_elements(self.rank) + step.sent_elements(self.rank)) for m, step in pairs
+        )
 
     def _local(self, step: Step, move: Move) -> int:
         """Bytes of what an exchange gives this rank."""

@@ -19,7 +19,7 @@ from fourfold.oracle.prices.traffic import traffic
 from fourfold.oracle.time.stage_comm import groups_along
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.plan import Plan
-from fourfold.plans.strategies.compose import Options
+from fourfold.plans.strategies.composition import Options
 from fourfold.plans.strategies.named import named
 
 DELTA = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2}

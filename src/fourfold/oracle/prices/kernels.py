@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.graph import Graph, Op, Ref
-from fourfold.graph.spec import TensorSpec, mapped
+from fourfold.graph.spec import TensorSpec, map_leaves
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lowering.program import Compute
 
@@ -139,5 +139,5 @@ def _numbered(op: Op) -> str:
     def leaf(value: Any) -> Any:
         return f"${numbers.setdefault(value.name, len(numbers))}" if isinstance(value, Ref) else value
 
-    args, kwargs = mapped(op.args, leaf), mapped(dict(op.kwargs), leaf)
+    args, kwargs = map_leaves(op.args, leaf), map_leaves(dict(op.kwargs), leaf)
     return repr((args, sorted(kwargs.items()))).replace(" ", "")

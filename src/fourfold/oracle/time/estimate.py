@@ -22,7 +22,8 @@ from fourfold.oracle.time.overlap import Streamed, streamed
 from fourfold.oracle.time.replay import Lane, Machine, Replay, Work
 from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans.lists.actions import GatherSlices
-from fourfold.plans.lists.lowered_plan import UNTIMED, LoweredPlan, LoweredStage
+from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
+from fourfold.plans.lists.rank_schedule import UNTIMED
 from fourfold.plans.lists.stage_transfer import sizes
 from fourfold.plans.spec.schedule import FUSED
 from fourfold.timeline import Event, Timeline
@@ -141,7 +142,7 @@ class _Estimating:
         nodes = Counter(map(self.cluster.node, ranks))
         part = self._parts(ranks[0])[0]
         beside = sum(self.cluster.node(r) in nodes for others in self._beside(part) for r in others)
-        tasks = tuple(task for task in self.lowered.tasks(ranks[0]) if task.kind not in UNTIMED)
+        tasks = tuple(task for task in self.lowered.rank_schedule(ranks[0]) if task.kind not in UNTIMED)
         return Lane(first=ranks[0], tasks=tasks, nodes=tuple(nodes.items()), beside=beside)
 
     def _parts(self, rank: int) -> list[LoweredStage]:
@@ -172,7 +173,7 @@ class _Estimating:
         return out
 
     def _message(self, source: int, target: int, value: str, size: int) -> float:
-        here, there = (self.lowered.side(stage, value, size) for stage in (source, target))
+        here, there = (self.lowered.stage_tensor(stage, value, size) for stage in (source, target))
         item = item_bytes(self.lowered.loss.graph.values[value].dtype, self.prices.precision)
         moved: dict[tuple[object, ...], int] = {}  # by kind of pair: what each gives, and what each takes
         pairs: dict[tuple[object, ...], tuple[int, int]] = {}

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fourfold.plans.lists.lowered_plan import StageAction
+from fourfold.plans.lists.rank_schedule import StageAction
 from fourfold.timeline import Event, Timeline
 
 

@@ -124,4 +124,4 @@ def _packed(step: Step, member: int, item: int) -> float:
 
 
 def _given(step: Step, member: int, item: int) -> float:
-    return float(item * step.given(member))
+    return float(item * step.sent_elements(member))

@@ -1,6 +1,6 @@
 """A graph as knots: each an op that is split by choice (an anchor) with the ops that follow it.
 
-A follower has no choice of its own: it takes the layout of its largest operand (`plans.lowering.place`). So how an anchor is
+A follower has no choice of its own: it takes the layout of its largest operand (`lowering.op_layouts`). So how an anchor is
 split decides all layouts of its knot, and what is left to choose is one split for each knot. Ops that read stored tensors or
 inputs alone belong to every knot that reads their results, as in `plans.lowering.lower` they are placed by their readers.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.graph import Graph, Op, Ref
-from fourfold.graph.spec import mapped
+from fourfold.graph.spec import map_leaves
 from fourfold.ops.nest import Nest, nest_of
 from fourfold.plans.lowering.stages import part_of
 
@@ -99,7 +99,8 @@ def _structure(graph: Graph, live: frozenset[str]) -> tuple[dict[str, int], str]
         return f"${of(value.name)}" if isinstance(value, Ref) else value
 
     ops = [
-        (op.target, mapped(op.args, leaf), mapped(dict(op.kwargs), leaf), [of(name) for name in op.results]) for op in graph.ops
+        (op.target, map_leaves(op.args, leaf), map_leaves(dict(op.kwargs), leaf), [of(name) for name in op.results])
+        for op in graph.ops
     ]
     values = [(graph.values[name], name in live) for name in number]
     stored = [(of(p.name), p.trainable, p.buffer) for p in graph.parameters]

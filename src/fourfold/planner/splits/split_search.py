@@ -14,7 +14,7 @@ from fourfold.planner.splits.solve import Solution, solve
 from fourfold.planner.splits.split_groups import SplitGroup, split_groups
 from fourfold.planner.splits.surrogate import Place, Surrogate
 from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lowering.hints import domain_dims
+from fourfold.plans.lowering.dim_hints import domain_dims
 from fourfold.plans.lowering.stages import cut
 from fourfold.plans.spec.plan import Plan
 

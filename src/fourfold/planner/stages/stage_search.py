@@ -13,7 +13,7 @@ from fourfold.planner.splits.split_search import ROOM, Splitting, emitted
 from fourfold.planner.stages.partition import SYNCHRONOUS, Partition, Staged, layers, partition
 from fourfold.planner.stages.uneven import uneven
 from fourfold.plans.layout.mesh import Mesh, divisors
-from fourfold.plans.lowering.additive_loss import microbatched
+from fourfold.plans.lowering.additive_loss import microbatch_loss
 from fourfold.plans.spec.plan import Stage
 from fourfold.plans.spec.schedule import schedule_named
 
@@ -39,7 +39,7 @@ def staged(task: SearchTask, compute: float, best: float, *, few: bool, mixed: b
                     continue
                 try:
                     if micro not in graphs:
-                        graphs[micro] = Splitting(task, microbatched(task.graph, task.batch, micro).graph)
+                        graphs[micro] = Splitting(task, microbatch_loss(task.graph, task.batch, micro).graph)
                     yield from _cut(task, graphs[micro], grid, count, micro)
                 except Infeasible as reason:
                     yield Refusal(strategy=f"{AUTO} {count} stages", reason=str(reason))
@@ -47,7 +47,7 @@ def staged(task: SearchTask, compute: float, best: float, *, few: bool, mixed: b
         micro = min(TURNS[0] * count, task.batch)
         if compute * (micro + count - 1) / micro <= best:
             try:
-                graphs.setdefault(micro, Splitting(task, microbatched(task.graph, task.batch, micro).graph))
+                graphs.setdefault(micro, Splitting(task, microbatch_loss(task.graph, task.batch, micro).graph))
                 yield from uneven(task, graphs[micro], count, micro)
             except Infeasible as reason:
                 yield Refusal(strategy=f"{AUTO} {count} unequal stages", reason=str(reason))
@@ -101,5 +101,5 @@ def _cut(task: SearchTask, splitting: Splitting, grid: Grid, count: int, micro: 
         Stage(first=first, ranks=tuple(range(k * ranks, (k + 1) * ranks)), mesh=plan.mesh)
         for k, first in enumerate(found.firsts)
     )
-    notes = microbatched(task.graph, task.batch, micro).notes
+    notes = microbatch_loss(task.graph, task.batch, micro).notes
     yield Staged(plan=replace(plan, stages=stages, microbatches=micro, schedule=schedule, notes=notes), cost=cost)

@@ -62,31 +62,31 @@ class Step:
         """The axes along which a rank's sources differ from it."""
         return _free(self.source, self.target) & set(self.axes)
 
-    def received(self, rank: int) -> int:
-        """Elements that rank takes from others."""
+    def received_elements(self, rank: int) -> int:
+        """Elements that a rank receives from others."""
         if self.pattern in ("none", "local"):
             return 0
         if self.pattern == "all_reduce":
             group = math.prod(self.mesh.extent(a) for a in self.axes)
             numel = math.prod(self.target.local_shape(self.mesh.coords(rank)))
             return 2 * numel * (group - 1) // group
-        return _counted(self, rank, incoming=True)
+        return _element_count(self, rank, incoming=True)
 
-    def given(self, rank: int) -> int:
-        """Elements that rank gives to others, one that several take counted for each."""
-        return _counted(self, rank, incoming=False)
+    def sent_elements(self, rank: int) -> int:
+        """Elements that a rank sends to others, counted once for each receiver."""
+        return _element_count(self, rank, incoming=False)
 
     def size(self, rank: int, item: int) -> int:
         """Bytes of the collective on a rank, as `cluster.Curve` defines them: what it gives to others in an all-to-all, its own
         part in an all-gather, otherwise its result. `item`: bytes of an element."""
         if self.pattern == "all_to_all":
-            return item * self.given(rank)
+            return item * self.sent_elements(rank)
         layout = self.source if self.pattern == "all_gather" else self.target
         return item * math.prod(layout.local_shape(self.mesh.coords(rank)))
 
     def is_silent(self, rank: int) -> bool:
         """Whether nothing travels in the group that a rank is in."""
-        return not any(self.received(peer) for peer in self.mesh.group(rank, self.axes))
+        return not any(self.received_elements(peer) for peer in self.mesh.group(rank, self.axes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def transfers(step: Step, rank: int, *, incoming: bool) -> list[Transfer]:
     layout, other = (step.target, step.source) if incoming else (step.source, step.target)
     mine = layout.box(own)
     out = []
-    for peer in other.meeting(mesh, mine, own, step.free):
+    for peer in other.owners(mesh, mine, own, step.free):
         box = tuple(a & b for a, b in zip(mine, other.box(mesh.coords(peer)), strict=True))
         if all(len(s) for s in box):
             spans = tuple(m.positions(b) for m, b in zip(mine, box, strict=True))
@@ -121,7 +121,7 @@ def transfers(step: Step, rank: int, *, incoming: bool) -> list[Transfer]:
 
 
 @lru_cache(maxsize=65536)
-def _counted(step: Step, rank: int, *, incoming: bool) -> int:
+def _element_count(step: Step, rank: int, *, incoming: bool) -> int:
     """Elements of `transfers` with others, without listing these."""
     mine, theirs = (step.target, step.source) if incoming else (step.source, step.target)
     at = step.mesh.coords(rank)
@@ -141,21 +141,21 @@ def _steps(exchange: Exchange) -> tuple[Step, ...]:
     out: list[Step] = []
     reduce = mesh.ordered(a for a in source.partial - target.partial - target.sharded if mesh.extent(a) > 1)
     if reduce:
-        cut = _sliced(mesh, source, target)
+        cut = _local_slice(mesh, source, target)
         if cut != source:
             out.append(Step(mesh, source, cut, "local", ()))
         whole = Layout(cut.dims, cut.partial - set(reduce))
         out.append(Step(mesh, cut, whole, "all_reduce", reduce))
         source = whole
-    axes = _moving(mesh, source, target)
+    axes = _communication_axes(mesh, source, target)
     if axes:
-        out.append(_classified(mesh, source, target, axes))
+        out.append(_collective_step(mesh, source, target, axes))
     elif source.dims != target.dims:
         out.append(Step(mesh, source, target, "local", ()))
     return tuple(out)
 
 
-def _sliced(mesh: Mesh, source: Layout, target: Layout) -> Layout:
+def _local_slice(mesh: Mesh, source: Layout, target: Layout) -> Layout:
     """The source cut down, without communication, to what the target needs on axes where the source is whole. Parts of other
     ranks that overlap, as the gradients of halos do, must be added first: there nothing is cut."""
     dims = []
@@ -163,19 +163,19 @@ def _sliced(mesh: Mesh, source: Layout, target: Layout) -> Layout:
         new = set(want.axes) - set(have.axes) - source.partial
         subset = new and not new & source.sharded and set(have.axes) <= set(want.axes) and not (set(want.axes) & source.partial)
         nested = subset and all(want.at(p) <= have.at(p) for p in want.points())
-        nested = nested and all(_apart(have, want, axis) for axis in have.axes)
+        nested = nested and all(_never_overlap(have, want, axis) for axis in have.axes)
         dims.append(want if nested else have)
     taken = {a for own in dims for a in own.axes}
     return Layout(tuple(dims), source.partial, source.replicate - taken)
 
 
-def _moving(mesh: Mesh, source: Layout, target: Layout) -> tuple[str, ...]:
+def _communication_axes(mesh: Mesh, source: Layout, target: Layout) -> tuple[str, ...]:
     """The axes across which something must travel."""
     free = _free(source, target)
-    return mesh.ordered(a for a in free if mesh.extent(a) > 1 and not _pinned(source, target, a))
+    return mesh.ordered(a for a in free if mesh.extent(a) > 1 and not _is_local_along(source, target, a))
 
 
-def _pinned(source: Layout, target: Layout, axis: str) -> bool:
+def _is_local_along(source: Layout, target: Layout, axis: str) -> bool:
     """Whether every rank finds all it needs at its own coordinate along a sharded axis."""
     if axis in source.partial:
         return False
@@ -184,32 +184,32 @@ def _pinned(source: Layout, target: Layout, axis: str) -> bool:
     have, want = source.dims[dim], target.dims[dim]
     if have == want:
         return True
-    return axis in want.axes and _apart(have, want, axis)
+    return axis in want.axes and _never_overlap(have, want, axis)
 
 
 @lru_cache(maxsize=65536)
-def _apart(have: Own, want: Own, axis: str) -> bool:
+def _never_overlap(have: Own, want: Own, axis: str) -> bool:
     """Whether sets at different coordinates along `axis` never meet."""
     a, b = have.project({axis}), want.project({axis})
-    return all(place == k for k, members in enumerate(a.sets) for place in b.meeting(members))
+    return all(place == k for k, members in enumerate(a.sets) for place in b.overlapping(members))
 
 
-def _classified(mesh: Mesh, source: Layout, target: Layout, axes: tuple[str, ...]) -> Step:
+def _collective_step(mesh: Mesh, source: Layout, target: Layout, axes: tuple[str, ...]) -> Step:
     changed = [d for d, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)) if a != b]
     if len(changed) == 1 and len(axes) == 1:
         (dim,), (axis,) = changed, axes
         have, want = source.dims[dim], target.dims[dim]
         rest = source.partial == target.partial
-        if axis in have.axes and want == have.project(set(have.axes) - {axis}) and rest and _even(have, axis):
+        if axis in have.axes and want == have.project(set(have.axes) - {axis}) and rest and _is_even_and_in_order(have, axis):
             return Step(mesh, source, target, "all_gather", axes, dim)
         summed = source.partial - target.partial == {axis} and axis not in have.axes
-        if summed and have == want.project(set(want.axes) - {axis}) and _even(want, axis):
+        if summed and have == want.project(set(want.axes) - {axis}) and _is_even_and_in_order(want, axis):
             return Step(mesh, source, target, "reduce_scatter", axes, dim)
     return Step(mesh, source, target, "all_to_all", axes)
 
 
 @lru_cache(maxsize=65536)
-def _even(own: Own, axis: str) -> bool:
+def _is_even_and_in_order(own: Own, axis: str) -> bool:
     """Whether, along an axis, parts are equally long, contiguous and in order, and next to each other."""
     whole = own.project(set(own.axes) - {axis})
     for point in whole.points() or [{}]:

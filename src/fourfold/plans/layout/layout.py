@@ -49,12 +49,12 @@ class Layout:
         """As a stored tensor that feeds this need: replicas are the same everywhere."""
         return Layout(self.dims)
 
-    def kept(self, mesh: Mesh) -> Layout:
-        """As a parameter that feeds this need is kept: where windows overlap or leave rows out, every row once."""
+    def partition(self, mesh: Mesh) -> Layout:
+        """How a parameter that feeds this need is stored: where windows overlap or leave rows out, every row once."""
         return Layout(tuple(own.partition(mesh) for own in self.dims))
 
-    def divided(self, mesh: Mesh) -> Layout:
-        """Further divided along every axis that divides nothing yet, so that no element is held twice.
+    def fully_sharded(self, mesh: Mesh) -> Layout:
+        """Sharded along every axis that divides nothing yet, so that no element is held twice.
 
         The first dim is preferred, where it has an index for everyone: shards are then runs of memory. Otherwise it is the
         dim with most indices, and some shards may be empty. A tensor without dims stays as it is.
@@ -77,14 +77,14 @@ class Layout:
     def local_shape(self, coords: Coords) -> tuple[int, ...]:
         return tuple(own.counts[own.place(coords)] for own in self.dims)
 
-    def meeting(self, mesh: Mesh, box: tuple[IndexSet, ...], at: Coords, axes: Set[str]) -> list[int]:
+    def owners(self, mesh: Mesh, box: tuple[IndexSet, ...], at: Coords, axes: Set[str]) -> list[int]:
         """The ranks at these coordinates, but for any along the given axes, that may own a part of a box: those that own
         none of it along a dim divided by the axes are not looked at."""
         points: list[dict[str, int]] = [{}]
         for own, members in zip(self.dims, box, strict=True):
             if axes.isdisjoint(own.axes):
                 continue
-            here = [point for place in own.meeting(members) if _agree(point := own.point(place), at, axes)]
+            here = [point for place in own.overlapping(members) if _agree(point := own.point(place), at, axes)]
             points = [{**a, **b} for a in points for b in here if all(a.get(k, v) == v for k, v in b.items())]
         for axis in axes - self.sharded:
             points = [{**point, axis: k} for point in points for k in range(mesh.extent(axis))]

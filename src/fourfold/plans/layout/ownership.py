@@ -100,7 +100,7 @@ class Own:
         reach = itertools.accumulate((high for _, high, _ in spans), max)
         return [low for low, _, _ in spans], list(reach), spans
 
-    def meeting(self, members: IndexSet) -> list[int]:
+    def overlapping(self, members: IndexSet) -> list[int]:
         """The places of the sets that have an index in common with this one; the others are not looked at."""
         begins, reach, spans = self._sorted
         found: set[int] = set()
@@ -267,7 +267,7 @@ def overlap(own: Own, members: IndexSet, fixed: tuple[tuple[str, int], ...]) -> 
     """How many of some indices the sets with these coordinates own."""
     if not fixed and members.is_whole:
         return own.total
-    places = own.meeting(members)
+    places = own.overlapping(members)
     if fixed:
         points = [(place, own.point(place)) for place in places]
         places = [place for place, point in points if all(point[axis] == k for axis, k in fixed)]

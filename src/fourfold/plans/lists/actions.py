@@ -1,5 +1,5 @@
-"""The actions of a stage's lists: what a rank does in a step, in order. `lists` makes the lists; the replay of time, the
-replay of memory and the executor follow them.
+"""The actions of a stage's lists: what a forward, a backward or the end of a step consists of, in order. `stage_list` makes
+the lists; the replay of time, the replay of memory and the executor follow them.
 
 In a forward list, ops and exchanges are the steps of the program themselves (`Compute`, `Move`). A backward list has a `Back`
 for each step whose backward autograd runs. `flat` turns either into one line.
@@ -196,6 +196,9 @@ Action = (
     | Update
     | GatherSlices
 )
+"""One element of a stage's list: an op, an exchange, a message or a wait. An entry of a rank's schedule
+(`rank_schedule.StageAction`) refers to such a list; it was made from a cell of the plan's schedule
+(`plans.spec.schedule.Action`)."""
 
 
 def flat(actions: Iterable[Action]) -> Iterator[Action]:

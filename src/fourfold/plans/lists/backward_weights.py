@@ -17,7 +17,7 @@ Operands = Callable[[Compute], Sequence[bool]]
 """Which operands of an op get a gradient."""
 
 
-def needed(
+def weights_read_by_backward(
     program: Program,
     moves: Sequence[Move],
     *,

@@ -80,7 +80,7 @@ def _tail(gradients: Sequence[Gradient], most: int) -> int:
     return 0
 
 
-def gathered(program: Program) -> list[Move]:
+def weight_gathers(program: Program) -> list[Move]:
     """The moves that gather a parameter from where it is stored, divided, for the ops that read it (ZeRO-3)."""
     stored = {p.name for p in program.graph.parameters if not p.buffer}
     return [move for move in dict.fromkeys(program.moves()) if move.source in stored and is_gather(move)]
@@ -95,7 +95,7 @@ def _travels(exchange: Exchange) -> bool:
     return len(exchange.steps) == 1 and exchange.steps[0].pattern != "local"
 
 
-def bunched(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object], *, most: int) -> list[list[int]]:
+def weight_bunches(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object], *, most: int) -> list[list[int]]:
     """Numbers of exchanges that travel together: neighbours of the same axes and dtype, up to so many bytes of results.
     `items`: bytes of an element."""
     out: list[list[int]] = []

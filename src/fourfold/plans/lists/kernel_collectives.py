@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.ops.loss import MEAN
-from fourfold.ops.register import rule_for
+from fourfold.ops.rule_tables import rule_for
 from fourfold.plans.lists.saved_tensors import Shape, Share
 
 INDEX_BYTES = 8  # of a place in a dim

@@ -1,7 +1,7 @@
 """What one stage sends together, and which of it goes through shared memory: gradients in buckets, divided weights in bunches,
 updated slices in chunks. `lists` says when each is sent.
 
-Shared memory comes first to the sums of gradients, then to divided weights, then to slices, each as long as it has room.
+Shared memory comes first to the sums of gradients, then to divided weights, then to slices, as long as there is room.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lists import comm_batches
 from fourfold.plans.lists.actions import Bunch, GatherSlices, Sum
-from fourfold.plans.lists.backward_weights import needed
+from fourfold.plans.lists.backward_weights import weights_read_by_backward
 from fourfold.plans.lists.comm_batches import Bucket, Gradient
 from fourfold.plans.lists.paths import Path, Paths
 from fourfold.plans.lists.rank_classes import rank_classes
@@ -30,7 +30,7 @@ from fourfold.plans.lowering.program import Compute, Move, Program, inside
 class StageMessages:
     """The messages of one stage for one size of micro-batch.
 
-    `live`: the values that have a gradient. `room`: bytes of memory that the stage's ranks on one host can share; None: as many
+    `live`: the values that have a gradient. `shared_bytes`: memory that the stage's ranks on one host can share; None: as much
     as they need. `trains`: False where only forward runs, on the tensors of another runner: then divided weights move by
     ordinary exchanges.
     """
@@ -39,7 +39,7 @@ class StageMessages:
     paths: Paths
     live: frozenset[str]
     precision: str = "fp32"
-    room: int | None = None
+    shared_bytes: int | None = None
     trains: bool = True
     _buckets: dict[tuple[int, ...], tuple[Bucket, ...]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -73,18 +73,18 @@ class StageMessages:
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         """The moves that gather a divided weight."""
-        return tuple(comm_batches.gathered(self.program)) if self.trains else ()
+        return tuple(comm_batches.weight_gathers(self.program)) if self.trains else ()
 
     @cached_property
     def trained_moves(self) -> tuple[Move, ...]:
         return tuple(move for move in self.moves if move.value in self.trained)
 
     @cached_property
-    def needed(self) -> Mapping[int, Sequence[Move]]:
+    def backward_weights(self) -> Mapping[int, Sequence[Move]]:
         """By the identity of an op, the gathered weights that its backward reads."""
         if not self.moves:
             return {}
-        return needed(
+        return weights_read_by_backward(
             self.program,
             self.moves,
             gradients=self.gradients,
@@ -102,7 +102,7 @@ class StageMessages:
         """The ops outside recomputed segments whose backward reads gathered weights, in forward's order."""
         again = {k for low, high in self.program.segments for k in range(low, high)}
         steps = (step for k, outer in enumerate(self.program.steps) if k not in again for step in inside(outer))
-        return tuple(step for step in steps if isinstance(step, Compute) and id(step) in self.needed)
+        return tuple(step for step in steps if isinstance(step, Compute) and id(step) in self.backward_weights)
 
     @cached_property
     def gathers(self) -> tuple[Bunch, ...]:
@@ -112,7 +112,7 @@ class StageMessages:
     @cached_property
     def refills(self) -> tuple[Bunch, ...]:
         """Divided weights for backward: those it reads and no others, in the order in which forward last uses them."""
-        last = {move: n for n, user in enumerate(self.users) for move in self.needed[id(user)]}
+        last = {move: n for n, user in enumerate(self.users) for move in self.backward_weights[id(user)]}
         place = {move: n for n, move in enumerate(self.moves)}
         return () if self.near else self._bunched("refill", sorted(last, key=lambda move: (last[move], place[move])))
 
@@ -124,7 +124,7 @@ class StageMessages:
     def _bunched(self, word: str, moves: Sequence[Move], *, back: bool = False) -> tuple[Bunch, ...]:
         steps = [(m.exchange.adjoint if back else m.exchange).steps[0] for m in moves]
         items, dtypes = [self.item(m.value) for m in moves], [self.dtype(m.value) for m in moves]
-        groups = comm_batches.bunched(steps, items, dtypes, most=self.paths.policy.bunch_bytes)
+        groups = comm_batches.weight_bunches(steps, items, dtypes, most=self.paths.policy.bunch_bytes)
         return tuple(
             Bunch(f"{word} {k}", tuple(moves[n] for n in group), tuple(steps[n] for n in group), back)
             for k, group in enumerate(groups)
@@ -161,7 +161,7 @@ class StageMessages:
             axes = self.program.reductions[name]
             if self.paths.near(axes):
                 groups.setdefault((axes, self.dtype(name)), []).append(name)
-        out, left = [], self.room
+        out, left = [], self.shared_bytes
         for (axes, dtype), names in groups.items():
             size = self._shared_bytes(names, self.program.stored)
             if size and (left is None or size <= left):
@@ -203,7 +203,7 @@ class StageMessages:
             yield GatherSlices(tuple(names), axes, dtype, elements, rounds, path)
 
     def _fits(self, size: int, *, beside: int) -> bool:
-        return self.room is None or size + beside <= self.room
+        return self.shared_bytes is None or size + beside <= self.shared_bytes
 
     @cached_property
     def _sum_bytes(self) -> int:

@@ -69,14 +69,14 @@ class Paths:
             return "shared" if self.small(step.axes, step.size(member, item)) else "collective"
         if step.pattern == "all_to_all":
             return self.several([step], step.axes, member)
-        return self.one_to_all(step.pattern, step.axes, member, step.received(member))
+        return self.one_to_all(step.pattern, step.axes, member, step.received_elements(member))
 
     def several(self, steps: Iterable[Step], axes: tuple[str, ...], member: int) -> Path:
         """The way of one or several all-to-all exchanges in one message per peer."""
         if self.hosts(axes, member) < 2:
             return "collective"
         known = list(steps)
-        most = max(sum(step.received(peer) for step in known) for peer in self.mesh.group(member, axes))
+        most = max(sum(step.received_elements(peer) for step in known) for peer in self.mesh.group(member, axes))
         return self.all_to_all(axes, member, most)
 
     def all_to_all(self, axes: tuple[str, ...], member: int, elements: int) -> Path:

@@ -33,10 +33,11 @@ from fourfold.plans.lists.actions import (
 )
 from fourfold.plans.lists.comm_batches import Bucket
 from fourfold.plans.lists.kernel_collectives import collectives_inside
-from fourfold.plans.lists.lowered_plan import LoweredPlan, StageAction
+from fourfold.plans.lists.lowered_plan import LoweredPlan
+from fourfold.plans.lists.rank_schedule import StageAction
 from fourfold.plans.lists.saved_tensors import Share
 from fourfold.plans.lists.stage_list import StageList
-from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
+from fourfold.plans.lists.stage_transfer import StageTensor, incoming, outgoing
 from fourfold.plans.lowering.program import Compute, Move
 from fourfold.plans.spec.placement import Placement
 
@@ -62,7 +63,7 @@ def records(
 ) -> list[Record]:
     """One step of a rank, from its lists."""
     walk = _Rank(lowered, placement, rank, precision)
-    return [record for task in lowered.tasks(rank, clips=clips) for record in walk.task(task)]
+    return [record for task in lowered.rank_schedule(rank, clips=clips) for record in walk.task(task)]
 
 
 class _Rank:
@@ -115,11 +116,11 @@ class _Rank:
     def _mail(self, task: StageAction) -> Iterator[Record]:
         size, out = self.plan.sizes[task.microbatch], task.kind == "send"
         ends = (task.stage, task.peer) if out else (task.peer, task.stage)
-        for crossing in self.lowered.between(*ends, task.way):
-            source, target = (self.lowered.side(end, crossing.value, size) for end in ends)
+        for crossing in self.lowered.tensors_between(*ends, task.way):
+            source, target = (self.lowered.stage_tensor(end, crossing.value, size) for end in ends)
             yield from self._passed(source, target, crossing.value, give=out)
 
-    def _passed(self, source: Side, target: Side, value: str, *, give: bool) -> Iterator[Record]:
+    def _passed(self, source: StageTensor, target: StageTensor, value: str, *, give: bool) -> Iterator[Record]:
         """The messages with a tensor that this rank sends, or receives."""
         item = item_bytes(self.lowered.loss.graph.values[value].dtype, self.precision)
         for each in (outgoing if give else incoming)(source, target, self.rank):
@@ -129,7 +130,7 @@ class _Rank:
 
     def _ties(self) -> Iterator[Record]:
         for tie in self.lowered.ties:
-            source, target = (self.lowered.stored_side(stage, tie.name) for stage in (tie.giver, tie.taker))
+            source, target = (self.lowered.stored_tensor(stage, tie.name) for stage in (tie.giver, tie.taker))
             if self.rank in target.ranks:
                 yield from self._passed(source, target, tie.name, give=False)
             if self.rank in source.ranks:
@@ -230,7 +231,7 @@ class _Stage:
                 yield Record("all_reduce", "collective", self._ranks(message.axes), message.bytes, message.key)
         else:
             pairs = zip(message.moves, message.steps, strict=True)
-            size = sum(self.messages.item(move.value) * step.given(self.member) for move, step in pairs)
+            size = sum(self.messages.item(move.value) * step.sent_elements(self.member) for move, step in pairs)
             path = self.paths.several(message.steps, message.axes, self.member)
             if message.gradients:
                 self.flying.append(message.key)

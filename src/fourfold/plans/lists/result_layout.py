@@ -102,7 +102,7 @@ def _cut(first: Strided, shape: tuple[int, ...], share: Share) -> tuple[int, ...
 _PASSING = ("add", "clone", "alias", "contiguous", "sub", "cat", "concat", "stack", "sum", "lift_fresh", "lift_fresh_copy")
 
 
-def passes(share: Share, k: int) -> bool:
+def passes_gradient(share: Share, k: int) -> bool:
     """Whether the gradient of operand k is the result's, as it is or as a view of it."""
     name, kernel = _name(share), share.step.nest.kernel
     if share.empty:
@@ -116,7 +116,7 @@ def passes(share: Share, k: int) -> bool:
     return name in _PASSING
 
 
-def strided(share: Share, k: int) -> bool:
+def is_gradient_strided(share: Share, k: int) -> bool:
     """Whether a gradient that is passed on lies otherwise than operand k: a leaf takes a copy of it then."""
     name = _name(share)
     if name in ("cat", "concat", "stack"):

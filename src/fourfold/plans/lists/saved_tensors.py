@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fourfold.ops.nest import Kept, Window
-from fourfold.ops.register import rule_for
+from fourfold.ops.rule_tables import rule_for
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lowering.program import Compute
 

@@ -1,6 +1,6 @@
 """The lists of a stage: what each of its ranks does in a forward, in a backward and at the end of a step, in order.
 
-There are two levels. A rank's schedule (`pipeline.tasks`) consists of forwards and backwards of its stages, messages between
+There are two levels. A rank's schedule (`rank_schedule`) consists of forwards and backwards of its stages, messages between
 stages, sums of gradients and the update. Each of these refers to a list of a `StageList`: one per stage and size of
 micro-batch, made when it is first asked for. What depends on a rank's own sizes (buckets) is asked for by its coordinates.
 
@@ -243,7 +243,9 @@ class _Backward:
         divided = bool(messages.moves)
         self.users = messages.users if divided else ()
         self.number = {id(user): k for k, user in enumerate(self.users)}
-        self.first = {move: k for k, user in reversed(list(enumerate(self.users))) for move in messages.needed[id(user)]}
+        self.first = {
+            move: k for k, user in reversed(list(enumerate(self.users))) for move in messages.backward_weights[id(user)]
+        }
         self.home = {move: bunch for bunch in messages.refills for move in bunch.moves} if divided else {}
         self.target = {move: bunch for bunch in messages.returns for move in bunch.moves} if divided else {}
         self.gathered = frozenset(move.target for move in messages.moves)
@@ -269,11 +271,13 @@ class _Backward:
         number = self.number[id(step)]
         yield from self._release_spent(number)
         for user in reversed(self.users[max(number - self.policy.prefetch, 0) : number + 1]):
-            for bunch in dict.fromkeys(self.home[move] for move in self.messages.needed[id(user)] if move in self.home):
+            for bunch in dict.fromkeys(
+                self.home[move] for move in self.messages.backward_weights[id(user)] if move in self.home
+            ):
                 if bunch not in self.sent:
                     self.sent.add(bunch)
                     yield Launch(bunch)
-        for move in self.messages.needed[id(step)]:
+        for move in self.messages.backward_weights[id(step)]:
             source = self.home.get(move)
             if source is not None and source not in self.awaited:
                 self.awaited.add(source)

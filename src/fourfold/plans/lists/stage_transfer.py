@@ -16,7 +16,7 @@ from fourfold.plans.layout.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Side:
+class StageTensor:
     """A tensor on the ranks of a stage."""
 
     layout: Layout
@@ -32,26 +32,26 @@ class Side:
         return self.layout.box(self.mesh.coords(index))
 
 
-def outgoing(source: Side, target: Side, rank: int) -> list[Transfer]:
+def outgoing(source: StageTensor, target: StageTensor, rank: int) -> list[Transfer]:
     """The boxes a rank of the source gives, in the order of their takers."""
     me = source.place[rank]
     box, coords, out = source.box(me), source.mesh.coords(me), []
-    for taker in target.layout.meeting(target.mesh, box, {}, frozenset(target.mesh.names)):
+    for taker in target.layout.owners(target.mesh, box, {}, frozenset(target.mesh.names)):
         if all(coords[axis] == k for axis, k in _replica(source, target, taker).items()):
             out += _transfer(target.ranks[taker], box, target.box(taker))
     return out
 
 
-def incoming(source: Side, target: Side, rank: int) -> list[Transfer]:
+def incoming(source: StageTensor, target: StageTensor, rank: int) -> list[Transfer]:
     """The boxes a rank of the target takes."""
     me = target.place[rank]
     box, out = target.box(me), []
-    for giver in source.layout.meeting(source.mesh, box, _replica(source, target, me), source.layout.sharded):
+    for giver in source.layout.owners(source.mesh, box, _replica(source, target, me), source.layout.sharded):
         out += _transfer(source.ranks[giver], box, source.box(giver))
     return out
 
 
-def sizes(source: Side, target: Side) -> list[tuple[int, int, int]]:
+def sizes(source: StageTensor, target: StageTensor) -> list[tuple[int, int, int]]:
     """All messages from one side to the other: giver, taker, elements."""
     shared = source.ranks if set(source.ranks) & set(target.ranks) else ()
     found = _sizes(source.layout, source.mesh, target.layout, target.mesh, shared, target.ranks if shared else ())
@@ -63,8 +63,8 @@ def _sizes(
     have: Layout, mesh: Mesh, want: Layout, other: Mesh, givers: tuple[int, ...], takers: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
     """By places in the two meshes: stages that lie alike send alike, whatever their ranks, unless they have some in common."""
-    source = Side(have, mesh, givers or tuple(range(mesh.size)))
-    target = Side(want, other, takers or tuple(range(mesh.size, mesh.size + other.size)))
+    source = StageTensor(have, mesh, givers or tuple(range(mesh.size)))
+    target = StageTensor(want, other, takers or tuple(range(mesh.size, mesh.size + other.size)))
     found = ((transfer, place) for place, rank in enumerate(target.ranks) for transfer in incoming(source, target, rank))
     return [(source.place[transfer.peer], place, transfer.numel) for transfer, place in found]
 
@@ -76,7 +76,7 @@ def _transfer(peer: int, mine: tuple[IndexSet, ...], theirs: tuple[IndexSet, ...
     return [Transfer(peer, box, tuple(m.positions(b) for m, b in zip(mine, box, strict=True)))]
 
 
-def _replica(source: Side, target: Side, taker: int) -> dict[str, int]:
+def _replica(source: StageTensor, target: StageTensor, taker: int) -> dict[str, int]:
     """Where a member of the target takes a tensor from, along the axes that repeat it: from its own replica if it has one."""
     mesh, sharded = source.mesh, source.layout.sharded
     free = [axis for axis in mesh.names if axis not in sharded]

@@ -16,7 +16,7 @@ from typing import Any
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph, Op, Ref, TensorSpec
-from fourfold.graph.spec import mapped, substituted
+from fourfold.graph.spec import map_leaves, with_batch
 from fourfold.ops.loss import MEAN, SUM
 from fourfold.ops.nest import Nest, nest_of
 from fourfold.plans.lowering.loss_counts import Counts, used
@@ -71,7 +71,7 @@ class MicroLoss:
     notes: tuple[str, ...] = ()
 
 
-def microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
+def microbatch_loss(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
     """The loss of a batch of this size in this many micro-batches; refuses a loss that is no sum over samples. The same value
     each time, with what was derived from its graph."""
     known: dict[tuple[int, int], MicroLoss] = graph.memo.setdefault("microbatched", {})
@@ -146,7 +146,7 @@ class _Tail:
             named = {n: self._number(n) for n in op.operands}
             if None in named.values():
                 return None
-            args, kwargs = (substituted(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
+            args, kwargs = (with_batch(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
             self.numbers[name] = self._emit(op, replace(op, args=args, kwargs=kwargs))
         return self.numbers[name]
 
@@ -169,7 +169,7 @@ class _Tail:
     def _added(self, op: Op) -> str:
         """A linear op: every tensor and every number gives its share."""
         named = {n: self.share(n) for n in op.operands}
-        args, kwargs = (substituted(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
+        args, kwargs = (with_batch(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
         if kind_of(op) in ("add", "sub", "rsub"):
             args = tuple(a / self.microbatches if isinstance(a, (int, float)) and i < 2 else a for i, a in enumerate(args))
         return self._emit(op, replace(op, args=args, kwargs=kwargs))
@@ -183,7 +183,7 @@ class _Tail:
         first = op.args[0].name if isinstance(op.args[0], Ref) else ""
         if len(sums) != 1 or (kind_of(op) == "div" and first != sums[0]):
             raise self._not_linear(op)
-        args = substituted(_renamed(op.args, {**numbers, sums[0]: self.share(sums[0])}), self.batch)
+        args = with_batch(_renamed(op.args, {**numbers, sums[0]: self.share(sums[0])}), self.batch)
         return self._emit(op, replace(op, args=args))
 
     def _term(self, op: Op) -> str:
@@ -324,7 +324,7 @@ def _summed(op: Op, position: int) -> Op:
 
 def _renamed(literal: Any, names: Mapping[str, str | None]) -> Any:
     """A literal with its references renamed."""
-    return mapped(literal, lambda leaf: Ref(names.get(leaf.name) or leaf.name) if isinstance(leaf, Ref) else leaf)
+    return map_leaves(literal, lambda leaf: Ref(names.get(leaf.name) or leaf.name) if isinstance(leaf, Ref) else leaf)
 
 
 def _notes(samples: Samples, graph: Graph, smallest: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.graph import Graph, Op, Ref, TensorSpec
-from fourfold.graph.spec import mapped
+from fourfold.graph.spec import map_leaves
 from fourfold.ops.nest import Nest
 from fourfold.plans.lowering.sample_dims import ancestors
 
@@ -61,7 +61,7 @@ class Counts:
             return numbers[leaf.name] if isinstance(leaf, Ref) and leaf.name in numbers else leaf
 
         for op in ops:
-            self.ops.append(replace(op, args=mapped(op.args, put_in)))
+            self.ops.append(replace(op, args=map_leaves(op.args, put_in)))
             self.values.update({name: values[name] for name in op.results})
 
     def finished(self, outputs: Iterable[str]) -> Graph | None:

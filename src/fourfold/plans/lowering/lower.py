@@ -18,14 +18,14 @@ from fourfold.ops.nest import Nest, Window, nest_of, same
 from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.ownership import Own
-from fourfold.plans.lowering.hints import Hints, block_hints, domain_dims
+from fourfold.plans.lowering.dim_hints import Hints, block_hints, domain_dims
 from fourfold.plans.lowering.lifetimes import segments
+from fourfold.plans.lowering.op_layouts import OpLayouts, op_layouts
 from fourfold.plans.lowering.passes import Run, run_of
-from fourfold.plans.lowering.place import Placed, place
 from fourfold.plans.lowering.program import Compute, Move, Program, Repeat, Rows, Step, renamed
 from fourfold.plans.spec.plan import Passes, Plan
 
-Chooser = Callable[[Op, Nest, dict[str, str], Placed], dict[str, str] | None]
+Chooser = Callable[[Op, Nest, dict[str, str], OpLayouts], dict[str, str] | None]
 """Asked for every anchor after it was placed: other splits to place it with, or None to keep it."""
 MOST_DEALT = 2**20  # examples of a batch that passes deal out, each of them named
 Emission = Iterator["Emission"]
@@ -62,7 +62,7 @@ def lower_part(
             lowering.adopt(name, like.stored[name])
     if like is not None and plan.zero == 3:
         firsts = {m.value: m.exchange.target for m in reversed(list(like.moves())) if m.kind == "parameter"}
-        lowering.whole = {name: need.kept(plan.mesh) for name, need in firsts.items() if name in lowering.adopted}
+        lowering.whole = {name: need.partition(plan.mesh) for name, need in firsts.items() if name in lowering.adopted}
     return lowering.run()
 
 
@@ -202,12 +202,12 @@ class _Lowering:
 
     def _placed(
         self, op: Op, nest: Nest, splits: Mapping[str, str], given: list[Layout | None], wanted: Layout | None
-    ) -> Placed:
+    ) -> OpLayouts:
         """The op placed: once for all layers that are alike, in all plans of the graph."""
-        known: dict[tuple[Any, ...], Placed] = self.graph.memo.setdefault("placements", {})
+        known: dict[tuple[Any, ...], OpLayouts] = self.graph.memo.setdefault("placements", {})
         key = (id(nest), self.mesh, tuple(splits.items()), tuple(given), wanted)  # the graph keeps its nests
         if key not in known:
-            known[key] = place(nest, self.mesh, splits, given, wanted=wanted, where=op.path)
+            known[key] = op_layouts(nest, self.mesh, splits, given, wanted=wanted, where=op.path)
         return known[key]
 
     def _rows(self, op: Op) -> Rows | None:
@@ -273,16 +273,16 @@ class _Lowering:
 
     def _kept(self, name: str, need: Layout) -> Layout:
         """How a parameter or buffer is stored whose first use needs it so."""
-        kept = need.kept(self.mesh)
+        kept = need.partition(self.mesh)
         if self.plan.zero != 3 or self.parameters[name].buffer:
             return kept
         self.whole[name] = kept
-        return kept.divided(self.mesh)
+        return kept.fully_sharded(self.mesh)
 
     def _updates(self) -> dict[str, Layout]:
         """Of each trained parameter, what a rank's optimizer updates: all it stores or, divided over replicas, a part."""
         trained = {n: self.stored[n] for n, p in self.parameters.items() if p.trainable and n in self.stored}
-        return {n: layout.divided(self.mesh) for n, layout in trained.items()} if self.plan.zero == 1 else trained
+        return {n: layout.fully_sharded(self.mesh) for n, layout in trained.items()} if self.plan.zero == 1 else trained
 
     def _form(self, name: str, need: Layout, nest: Nest) -> str:
         have = self.layouts[name]

@@ -47,10 +47,6 @@ class Compute:
         kinds = {loop.name: loop.kind for loop in self.nest.loops}
         return tuple(a for a, name in self.choice.items() if name is not None and kinds.get(name) == kind)
 
-    def choice_of(self, loop: str) -> str | None:
-        """An axis that splits a loop, if one does."""
-        return next((axis for axis, name in self.choice.items() if name == loop), None)
-
     @property
     def split_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis, name in self.choice.items() if name is not None)

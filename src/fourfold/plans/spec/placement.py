@@ -13,20 +13,20 @@ from typing import Literal
 from fourfold.errors import InvalidInput
 
 Level = Literal["rank", "host", "network"]
-"""What joins ranks: nothing (there is one), memory or a bus inside a host, links between hosts."""
+"""What connects ranks: nothing (there is one), memory or a bus inside a host, links between hosts."""
 SHOWN = 16  # hosts listed in a message
-ENOUGH = 2**30
+AMPLE_BYTES = 2**30
 """Bytes of shared memory from which on a limit is not reported: few plans need more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """`hosts`: the host of each rank, as a number. `devices`: the kind of each rank's device. `room`: bytes of memory that the
-    ranks of one host can share; None: as many as they need."""
+    """`hosts`: the host of each rank, as a number. `devices`: the kind of each rank's device. `shared_bytes`: memory that the
+    ranks of one host can share; None: as much as they need."""
 
     hosts: tuple[int, ...]
     devices: tuple[str, ...]
-    room: int | None = None
+    shared_bytes: int | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -34,7 +34,9 @@ class Placement:
             raise InvalidInput(
                 f"a placement needs one host and one device for each rank, it has {len(self.hosts)} and {len(self.devices)}"
             )
-        object.__setattr__(self, "_hash", hash((self.hosts, self.devices, self.room)))  # thousands of ranks, many look-ups
+        object.__setattr__(
+            self, "_hash", hash((self.hosts, self.devices, self.shared_bytes))
+        )  # thousands of ranks, many look-ups
 
     def __hash__(self) -> int:
         return self._hash
@@ -50,7 +52,7 @@ class Placement:
         return Placement(hosts=tuple(range(ranks)), devices=("cpu",) * ranks)
 
     def level(self, ranks: Iterable[int]) -> Level:
-        """What joins these ranks."""
+        """What connects these ranks."""
         found = list(ranks)
         if len(found) < 2:
             return "rank"
@@ -75,9 +77,9 @@ class Placement:
                 f"predicted for ranks on hosts {_shown(mine)}, running on hosts {_shown(theirs)} (a host is where "
                 "processes can share memory)"
             )
-        if running.room is not None and running.room < ENOUGH and "cpu" in running.devices:
+        if running.shared_bytes is not None and running.shared_bytes < AMPLE_BYTES and "cpu" in running.devices:
             out.append(
-                f"ranks of a host can share {running.room / 2**20:.0f} MiB of memory here; what does not fit is sent "
+                f"ranks of a host can share {running.shared_bytes / 2**20:.0f} MiB of memory here; what does not fit is sent "
                 "over sockets"
             )
         return out

@@ -1,4 +1,4 @@
-"""A plan: how every op of one graph is split over the ranks. An immutable value; `files` reads and writes it.
+"""A plan: how every op of one graph is split over the ranks. An immutable value; `plan_file` reads and writes it.
 
 Without `stages` all ranks form one mesh and run all ops. With them, each stage runs the ops from its `first` to the next
 stage's, on ranks and a mesh of its own; a mesh axis has one name and meaning in all stages that have it.
@@ -10,17 +10,18 @@ inputs come in; ``dim:<i>`` there is dim i of every input that has one, whatever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Any
 
-from fourfold.errors import InvalidInput, StalePlan, nearest
+from fourfold.errors import Infeasible, InvalidInput, StalePlan, nearest
 from fourfold.graph import Graph, Op
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.policy import DEFAULT, Policy
-from fourfold.plans.spec.schedule import Schedule, check, schedule_named
+from fourfold.plans.spec.schedule import ASYNCHRONOUS, Schedule, check, schedule_named
 
 WILD = frozenset("*?[")
 SHOWN = 16  # ranks in an error
@@ -76,27 +77,14 @@ class Plan:
     signature: Mapping[str, Any] = field(default_factory=dict)  # shapes and dtypes of inputs and targets
 
     def __post_init__(self) -> None:
-        inputs = [s for s in self.inputs.values() if not _is_numbered(s, "dim:")]
-        for split in [*inputs, *(s for _, by in self.splits for s in by.values())]:
-            if split not in SPLITS and not _is_numbered(split, "domain:"):
-                raise InvalidInput(
-                    f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of "
-                    f"{', '.join(SPLITS)} or domain:<i>"
-                )
         axes = tuple(dict.fromkeys(name for stage in self.parts for name in stage.mesh.names))
-        for axis in {*self.inputs, *(a for _, by in self.splits for a in by)}:
-            if axis not in axes:
-                raise InvalidInput(f"the mesh has axes {', '.join(axes)}, not '{axis}'{nearest(axis, axes)}")
+        _check_split_names(self)
+        _check_axes(self, axes)
         if self.batch < 1:
             raise InvalidInput(f"the batch is {self.batch}; it must be at least 1")
         if self.zero not in (0, 1, 3):
             raise InvalidInput(f"zero is {self.zero}; use 0, 1 (optimizer state divided) or 3 (weights too)")
-        for run in self.passes:
-            if run.axis not in axes or not isinstance(run.count, int) or run.count < 1:
-                raise InvalidInput(
-                    f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one "
-                    f"of {', '.join(axes)} and a whole number of at least 1"
-                )
+        _check_passes(self.passes, axes)
         if not 1 <= self.microbatches <= self.batch:
             raise InvalidInput(f"{self.microbatches} micro-batches of a batch of {self.batch}; use between 1 and {self.batch}")
         _check_ranks(self.stages)
@@ -124,7 +112,7 @@ class Plan:
         small, more = divmod(self.batch, self.microbatches)
         return tuple(small + (m < more) for m in range(self.microbatches))
 
-    def within(self, stage: Stage, batch: int) -> Plan:
+    def stage_plan(self, stage: Stage, batch: int) -> Plan:
         """How one stage splits a batch of this size: a plan of one mesh."""
         here = stage.mesh.names
         splits = tuple((op, {a: s for a, s in by.items() if a in here}) for op, by in self.splits)
@@ -162,37 +150,28 @@ class Plan:
 
     def check(self, graph: Graph, *, strict: bool = True) -> None:
         """Refuse a plan made for another graph, or (if strict) one that names ops the graph does not have."""
-        if self.graph != graph.hash:
-            raise StalePlan(
-                f"the plan was made for graph {self.graph}{f' ({self.model})' if self.model else ''}, this model is "
-                f"{graph.hash}; plan it again, and if that does not help, look for a forward that changes from call to call"
-            )
+        _check_hash(self, graph)
         if graph.batch is not None and graph.batch != self.batch:
             raise InvalidInput(f"the model fixes its batch at {graph.batch}, the plan says {self.batch}; use {graph.batch}")
-        known = {*(op.path for op in graph.ops), *(op.module for op in graph.ops)} - {""}
-        for pattern, _ in self.splits if strict else ():
-            if pattern not in known and not any(matches(pattern, op) for op in graph.ops):
-                names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
-                raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
+        if strict:
+            _check_patterns(self.splits, graph)
         if graph.batch is not None and self.microbatches > 1:
             raise InvalidInput(
                 f"the model fixes its batch at {graph.batch}, so that it cannot be cut into "
                 f"{self.microbatches} micro-batches; use 1"
             )
-        paths = [op.path for op in graph.ops]
-        for what, path in [(f"stage {k} begins", s.first) for k, s in enumerate(self.stages) if s.first or k]:
-            if strict and path not in paths:
-                raise InvalidInput(f"{what} at '{path}', which is no op{nearest(path, paths)}; `fourfold inspect` lists them")
-        begins = [paths.index(s.first) for s in self.stages[1:] if s.first in paths]
-        if strict and self.stages and self.stages[0].first not in ("", *_opening(graph)):
-            raise InvalidInput(f"stage 0 begins at '{self.stages[0].first}', the model at '{paths[0]}'; begin it there")
-        if strict and any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
-            raise InvalidInput(f"the stages begin at ops {_shown([0, *begins])}; each must begin after the one before")
-        for run in self.passes:
-            if run.first not in paths:
-                raise InvalidInput(
-                    f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; `fourfold inspect` lists them"
-                )
+        if strict:
+            _check_stage_ops(self.stages, graph)
+        _check_pass_ops(self.passes, graph)
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse a schedule that the devices at hand cannot run."""
+    if plan.schedule in ASYNCHRONOUS:
+        raise Infeasible(
+            f"schedule {plan.schedule} needs devices that stream transfers under compute; these compute or wait: "
+            "use 1f1b-so, 1f1b-sno, gpipe or interleaved"
+        )
 
 
 @lru_cache(maxsize=16)
@@ -211,10 +190,34 @@ def _is_numbered(split: str, prefix: str) -> bool:
     return split.startswith(prefix) and split.removeprefix(prefix).isdigit()
 
 
-def _opening(graph: Graph) -> list[str]:
+def _first_ops(graph: Graph) -> list[str]:
     """The first op, and the first that depends on an input: where stage 0 may be said to begin."""
     first = next((op.path for op in graph.ops if op.name in graph.dependent), "")
     return [op.path for op in graph.ops[:1]] + [first]
+
+
+def _check_split_names(plan: Plan) -> None:
+    inputs = [s for s in plan.inputs.values() if not _is_numbered(s, "dim:")]
+    for split in [*inputs, *(s for _, by in plan.splits for s in by.values())]:
+        if split not in SPLITS and not _is_numbered(split, "domain:"):
+            raise InvalidInput(
+                f"unknown split '{split}'{nearest(split, [*SPLITS, 'domain:0'])}; use one of {', '.join(SPLITS)} or domain:<i>"
+            )
+
+
+def _check_axes(plan: Plan, axes: tuple[str, ...]) -> None:
+    for axis in {*plan.inputs, *(a for _, by in plan.splits for a in by)}:
+        if axis not in axes:
+            raise InvalidInput(f"the mesh has axes {', '.join(axes)}, not '{axis}'{nearest(axis, axes)}")
+
+
+def _check_passes(passes: tuple[Passes, ...], axes: tuple[str, ...]) -> None:
+    for run in passes:
+        if run.axis not in axes or not isinstance(run.count, int) or run.count < 1:
+            raise InvalidInput(
+                f"passes from '{run.first}' have axis '{run.axis}' and count {run.count!r}; they need one "
+                f"of {', '.join(axes)} and a whole number of at least 1"
+            )
 
 
 def _check_ranks(stages: tuple[Stage, ...]) -> None:
@@ -231,6 +234,46 @@ def _check_ranks(stages: tuple[Stage, ...]) -> None:
             raise InvalidInput(
                 f"stage {k} of {len(stages)} is on ranks {_shown(stage.ranks)}; stages take turns on "
                 f"{len(places)} sets of ranks, so it belongs on {_shown(places[k % len(places)])}"
+            )
+
+
+def _check_hash(plan: Plan, graph: Graph) -> None:
+    if plan.graph != graph.hash:
+        raise StalePlan(
+            f"the plan was made for graph {plan.graph}{f' ({plan.model})' if plan.model else ''}, this model is "
+            f"{graph.hash}; plan it again, and if that does not help, look for a forward that changes from call to call"
+        )
+
+
+def _check_patterns(splits: tuple[tuple[str, Mapping[str, str]], ...], graph: Graph) -> None:
+    """Refuse a rule whose pattern matches no op."""
+    known = {*(op.path for op in graph.ops), *(op.module for op in graph.ops)} - {""}
+    for pattern, _ in splits:
+        if pattern not in known and not any(matches(pattern, op) for op in graph.ops):
+            names = [op.path for op in graph.ops] + [op.module for op in graph.ops]
+            raise InvalidInput(f"no op matches '{pattern}'{nearest(pattern, names)}; `fourfold inspect` lists them")
+
+
+def _check_stage_ops(stages: tuple[Stage, ...], graph: Graph) -> None:
+    """Refuse stages that begin at no op, or not one after the other from the model's first op on."""
+    paths = [op.path for op in graph.ops]
+    for k, stage in enumerate(stages):
+        if (stage.first or k) and stage.first not in paths:
+            what = f"stage {k} begins at '{stage.first}', which is no op{nearest(stage.first, paths)}"
+            raise InvalidInput(f"{what}; `fourfold inspect` lists them")
+    begins = [0, *(paths.index(stage.first) for stage in stages[1:])]
+    if stages and stages[0].first not in ("", *_first_ops(graph)):
+        raise InvalidInput(f"stage 0 begins at '{stages[0].first}', the model at '{paths[0]}'; begin it there")
+    if any(a >= b for a, b in itertools.pairwise(begins)):
+        raise InvalidInput(f"the stages begin at ops {_shown(begins)}; each must begin after the one before")
+
+
+def _check_pass_ops(passes: tuple[Passes, ...], graph: Graph) -> None:
+    paths = [op.path for op in graph.ops]
+    for run in passes:
+        if run.first not in paths:
+            raise InvalidInput(
+                f"passes begin at '{run.first}', which is no op{nearest(run.first, paths)}; `fourfold inspect` lists them"
             )
 
 

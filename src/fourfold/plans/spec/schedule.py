@@ -21,12 +21,17 @@ Kind = Literal["F", "B", "FB"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One forward or backward of one micro-batch on one stage. ``FB`` runs a forward and a backward at once (fbp-as)."""
+    """A cell of a schedule: one forward or backward of one micro-batch on one stage, written ``1F0``. ``FB`` runs both at once
+    (fbp-as).
+
+    Lowering adds messages and sums around it: each then is a `StageAction` (`plans.lists.rank_schedule`), an entry of a rank's
+    schedule. What one of those consists of on a stage is a list of `plans.lists.actions.Action`.
+    """
 
     stage: int
     kind: Kind
     microbatch: int
-    other: int = -1  # the micro-batch of the backward half of FB
+    backward_microbatch: int = -1  # of the backward half of FB
 
     def __str__(self) -> str:
         halves = [f"{half.kind}{half.microbatch}" for half in self.halves if half.microbatch >= 0]
@@ -37,15 +42,7 @@ class Action:
         """The plain actions this one is made of."""
         if self.kind != "FB":
             return (self,)
-        return (Action(self.stage, "F", self.microbatch), Action(self.stage, "B", self.other))
-
-
-def parse_action(text: str) -> Action:
-    for kind in ("F", "B"):
-        stage, found, microbatch = text.partition(kind)
-        if found and stage.isdigit() and microbatch.isdigit():
-            return Action(int(stage), kind, int(microbatch))
-    raise InvalidInput(f"'{text}' is not an action; write stage, F or B, micro-batch, as in 2F0")
+        return (Action(self.stage, "F", self.microbatch), Action(self.stage, "B", self.backward_microbatch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +71,10 @@ class Schedule:
         return most
 
     def __str__(self) -> str:
-        return grid(self.rows)
+        return text_grid(self.rows)
 
 
-def grid(rows: tuple[tuple[Action, ...], ...], marked: int | None = None) -> str:
+def text_grid(rows: tuple[tuple[Action, ...], ...], marked: int | None = None) -> str:
     """Rows of actions, one rank a line; a faulty row is marked."""
     width = max((len(str(a)) for row in rows for a in row), default=3)
     lines = []
@@ -88,25 +85,27 @@ def grid(rows: tuple[tuple[Action, ...], ...], marked: int | None = None) -> str
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a schedule that forgets, repeats or misplaces an action, or that would wait for ever."""
+    """Refuse a schedule in which an action is missing, repeated or out of order, or that would deadlock."""
     for rank, row in enumerate(schedule.rows):
         fault = _row_fault(schedule, rank, row)
         if fault:
-            raise InvalidInput(f"schedule {schedule.name}, rank {rank}: {fault}\n{grid(schedule.rows, rank)}")
+            raise InvalidInput(f"schedule {schedule.name}, rank {rank}: {fault}\n{text_grid(schedule.rows, rank)}")
     done: set[tuple[int, Kind, int]] = set()
     at = [0] * schedule.ranks
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.rows):
-            while at[rank] < len(row) and all(done.issuperset(_needs(schedule, h)) for h in row[at[rank]].halves):
+            while at[rank] < len(row) and all(done.issuperset(_dependencies(schedule, h)) for h in row[at[rank]].halves):
                 done.update((h.stage, h.kind, h.microbatch) for h in row[at[rank]].halves)
                 at[rank] += 1
                 moved = True
     stuck = next((r for r, row in enumerate(schedule.rows) if at[r] < len(row)), None)
     if stuck is not None:
         waiting = schedule.rows[stuck][at[stuck]]
-        raise InvalidInput(f"schedule {schedule.name}: {waiting} on rank {stuck} waits for ever\n{grid(schedule.rows, stuck)}")
+        raise InvalidInput(
+            f"schedule {schedule.name}: {waiting} on rank {stuck} waits for ever\n{text_grid(schedule.rows, stuck)}"
+        )
 
 
 def _row_fault(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> str:
@@ -125,12 +124,12 @@ def _row_fault(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> str:
     return f"{Action(early[0], 'B', early[1])} comes before its forward" if early else ""
 
 
-def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+def dependencies(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     """What must be done elsewhere, or before, for an action to start."""
-    return tuple(Action(*other) for other in _needs(schedule, action))
+    return tuple(Action(*other) for other in _dependencies(schedule, action))
 
 
-def _needs(schedule: Schedule, action: Action) -> tuple[tuple[int, Kind, int], ...]:
+def _dependencies(schedule: Schedule, action: Action) -> tuple[tuple[int, Kind, int], ...]:
     s, m = action.stage, action.microbatch
     if m < 0:
         return ()
@@ -139,8 +138,8 @@ def _needs(schedule: Schedule, action: Action) -> tuple[tuple[int, Kind, int], .
     return ((s, "F", m),) if s == schedule.stages - 1 else ((s, "F", m), (s + 1, "B", m))
 
 
-def _warmed(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
-    """One forward, one backward after a warm-up of so many forwards."""
+def _rows_with_warmup(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
+    """Per rank, `warmup(stage)` forwards, then one forward and one backward in turn."""
     rows = []
     for stage in range(ranks):
         ahead = min(warmup(stage), microbatches)
@@ -155,19 +154,19 @@ def _warmed(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tupl
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
-    rows = _warmed(ranks, microbatches, lambda s: microbatches)
+    rows = _rows_with_warmup(ranks, microbatches, lambda s: microbatches)
     return Schedule(name="gpipe", stages=ranks, microbatches=microbatches, rows=rows)
 
 
 def one_f_one_b(ranks: int, microbatches: int, name: str = "1f1b-sno") -> Schedule:
-    """A backward as soon as there is one to do."""
-    rows = _warmed(ranks, microbatches, lambda s: ranks - 1 - s)
+    """Each backward as soon as its gradient can be there."""
+    rows = _rows_with_warmup(ranks, microbatches, lambda s: ranks - 1 - s)
     return Schedule(name=name, stages=ranks, microbatches=microbatches, rows=rows)
 
 
 def one_f_one_b_overlapped(ranks: int, microbatches: int) -> Schedule:
     """Twice the warm-up: between sending and needing a micro-batch lies the compute of another."""
-    rows = _warmed(ranks, microbatches, lambda s: 2 * (ranks - 1 - s))
+    rows = _rows_with_warmup(ranks, microbatches, lambda s: 2 * (ranks - 1 - s))
     return Schedule(name="1f1b-so", stages=ranks, microbatches=microbatches, rows=rows)
 
 
@@ -224,7 +223,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 ASYNCHRONOUS = ("1f1b-as", "fbp-as")
 FUSED = ("fbp-as",)
-"""Schedules whose actions are a forward and a backward at once: `rehearse` tells their time, no list of actions does."""
+"""Schedules whose actions are a forward and a backward at once: `schedule_timing` gives their time, they cannot be lowered."""
 
 
 def schedule_named(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:

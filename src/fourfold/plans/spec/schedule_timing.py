@@ -1,8 +1,8 @@
-"""How long a schedule takes with given stage times: an event replay of its actions alone, before any program exists.
+"""How long a schedule takes with given stage times: its actions are replayed alone, before any program exists.
 
-`stream`: transfers cost nothing (asynchronous devices). `blocking`: the receiver stands still while a micro-batch
-arrives, the sender does not (both standing would make 168 of BaPipe's 138.5). `overlapped`: a transfer takes its time on
-the link, behind compute.
+`stream`: transfers cost nothing (asynchronous devices). `blocking`: the receiver waits while a micro-batch arrives, the
+sender does not (if both waited, BaPipe's 138.5 would be 168). `overlapped`: a transfer takes its time on the link, behind
+compute.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fourfold.plans.spec.schedule import Action, Schedule, needs
+from fourfold.plans.spec.schedule import Action, Schedule, dependencies
 
 Transfers = Literal["stream", "blocking", "overlapped"]
 
@@ -36,7 +36,7 @@ def makespan(
 
 
 def _ready(schedule: Schedule, action: Action, ends: dict[Action, float]) -> bool:
-    return all(n in ends for half in action.halves for n in needs(schedule, half))
+    return all(n in ends for half in action.halves for n in dependencies(schedule, half))
 
 
 def _end(
@@ -51,7 +51,7 @@ def _end(
 ) -> float:
     start, received = free, 0
     for half in action.halves:
-        for need in needs(schedule, half):
+        for need in dependencies(schedule, half):
             crossing = need.stage % schedule.ranks != half.stage % schedule.ranks
             start = max(start, ends[need] + (transfer if crossing and transfers == "overlapped" else 0.0))
             received += crossing

@@ -21,7 +21,7 @@ FLOPS_PER_BYTE = 100.0
 GPUs on InfiniBand (some thousands), so that a small tensor is preferred to a large one but not to balance."""
 
 
-def balanced(
+def balanced_firsts(
     graph: Graph,
     batch: int,
     weights: Sequence[float],

@@ -16,11 +16,11 @@ from fourfold.errors import Infeasible, InvalidInput, nearest
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Nest, nest_of
 from fourfold.plans.layout.mesh import Mesh, divisors
-from fourfold.plans.lowering.hints import domain_dims
+from fourfold.plans.lowering.dim_hints import domain_dims
 from fourfold.plans.lowering.lower import lower
-from fourfold.plans.lowering.place import Placed
+from fourfold.plans.lowering.op_layouts import OpLayouts
 from fourfold.plans.spec.plan import Passes, Plan
-from fourfold.plans.strategies.compose import CHUNKS, Options, composed
+from fourfold.plans.strategies.composition import CHUNKS, Options, composed_plan
 
 LIGHT = 0.05
 """A layer with less than this share of the FLOPs may run replicated when it is too thin to split."""
@@ -80,7 +80,7 @@ def named(text: str, graph: Graph, *, ranks: int, batch: int, model: str = "", o
         return STRATEGIES[inside][0](Request(graph=graph, ranks=count, batch=size, options=given, name=text))
 
     stages = chosen.stages or (_stages(ranks, chosen.schedule, whole=not inside) if name.endswith("pipeline") else 1)
-    plan = composed(base, graph, ranks=ranks, batch=batch, stages=stages, options=chosen)
+    plan = composed_plan(base, graph, ranks=ranks, batch=batch, stages=stages, options=chosen)
     return replace(plan, strategy=text, model=model)
 
 
@@ -125,7 +125,7 @@ class _Chooser:
         self.chosen: dict[str, str] = {}
         self.notes: list[str] = []
 
-    def __call__(self, op: Op, nest: Nest, splits: dict[str, str], placement: Placed) -> dict[str, str] | None:
+    def __call__(self, op: Op, nest: Nest, splits: dict[str, str], placement: OpLayouts) -> dict[str, str] | None:
         extent, loop = self.mesh.extent(self.axis), placement.choice[self.axis]
         if extent == 1:
             return None

@@ -147,7 +147,7 @@ def _all_gather(step: Step, world: World, name: str) -> Launcher:
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
         return _finished(lambda tensor: tensor.new_zeros(shape))
-    path = world.paths.one_to_all("all_gather", step.axes, world.rank, step.received(world.rank))
+    path = world.paths.one_to_all("all_gather", step.axes, world.rank, step.received_elements(world.rank))
 
     def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor.contiguous())
@@ -170,7 +170,7 @@ def _reduce_scatter(step: Step, world: World, name: str) -> Mover:
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
         return lambda tensor: tensor.new_zeros(shape)
-    path = world.paths.one_to_all("reduce_scatter", step.axes, world.rank, step.received(world.rank))
+    path = world.paths.one_to_all("reduce_scatter", step.axes, world.rank, step.received_elements(world.rank))
 
     def move(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(shape)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans.layout.exchange import Transfer
-from fourfold.plans.lists.stage_transfer import Side, incoming, outgoing
+from fourfold.plans.lists.stage_transfer import StageTensor, incoming, outgoing
 from fourfold.runtime.comm.exchange import put, take
 from fourfold.runtime.comm.journal import Journal
 
@@ -63,7 +63,15 @@ class StageChannel:
     """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
 
     def __init__(
-        self, source: Side, target: Side, *, value: str, rank: int, dtype: torch.dtype, device: torch.device, post: Post
+        self,
+        source: StageTensor,
+        target: StageTensor,
+        *,
+        value: str,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        post: Post,
     ) -> None:
         self.value, self.rank, self.device, self.post = value, rank, device, post
         self.dtype, self.wire = dtype, torch.uint8 if dtype == torch.bool else dtype  # gloo carries no booleans

@@ -221,7 +221,7 @@ def running_placement(device: torch.device, ranks: int) -> Placement:
     dist.all_gather_object(found, (shareable_host(), kind, free_bytes()))
     hosts, devices, rooms = zip(*found, strict=True)
     numbers = {host: k for k, host in enumerate(dict.fromkeys(hosts))}
-    return Placement(hosts=tuple(numbers[host] for host in hosts), devices=devices, room=min(rooms))
+    return Placement(hosts=tuple(numbers[host] for host in hosts), devices=devices, shared_bytes=min(rooms))
 
 
 def here(ranks: int) -> Placement:

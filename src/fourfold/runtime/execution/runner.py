@@ -19,7 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fourfold.errors import Infeasible
 from fourfold.plans import Mesh
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.lowered_plan import UNTIMED, Lists, LoweredPlan, LoweredStage, StageAction, check_runnable
+from fourfold.plans.lists.lowered_plan import Lists, LoweredPlan, LoweredStage
+from fourfold.plans.lists.rank_schedule import UNTIMED, StageAction
+from fourfold.plans.spec.plan import check_runnable
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.world import World, running_placement
 from fourfold.runtime.execution.executor import Executor, FullTensor
@@ -83,7 +85,7 @@ class Runner:
         self.counters: dict[int, Executor] = {}
         for part in lowered.parts:
             self._join(part, load, counts, PRECISIONS[precision])
-        self.tasks = lowered.tasks(self.rank)
+        self.tasks = lowered.rank_schedule(self.rank)
         self.feeder = Feeder(lowered, self.executors, self.counters)
         self.courier = StageTransport(lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal)
         self._run: dict[str, Callable[[StageAction], None]] = {

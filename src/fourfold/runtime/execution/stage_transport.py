@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans.lists.lowered_plan import LoweredPlan, StageAction, Tie
-from fourfold.plans.lists.stage_transfer import Side
+from fourfold.plans.lists.lowered_plan import LoweredPlan, TiedGradient
+from fourfold.plans.lists.rank_schedule import StageAction
+from fourfold.plans.lists.stage_transfer import StageTensor
 from fourfold.plans.lowering.stages import Crossing
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.stage_channel import Consumer, Post, StageChannel, Wait
@@ -47,7 +48,7 @@ class StageTransport:
     def receive(self, task: StageAction) -> None:
         """Post the receives of an action."""
         size = self.plan.sizes[task.microbatch]
-        for crossing in self.lowered.between(task.peer, task.stage, task.way):
+        for crossing in self.lowered.tensors_between(task.peer, task.stage, task.way):
             wait = self._channel(crossing, task.way, size).receive(self._tag(crossing, task.way, task.microbatch))
             self.waits.setdefault((task.stage, task.way, task.microbatch), []).append((crossing, wait))
 
@@ -67,7 +68,7 @@ class StageTransport:
     def send(self, task: StageAction, made: Mapping[str, Tensor]) -> None:
         """Send what an action made to one other stage."""
         size, consumer = self.plan.sizes[task.microbatch], self.turn[task.peer, task.way, task.microbatch]
-        for crossing in self.lowered.between(task.stage, task.peer, task.way):
+        for crossing in self.lowered.tensors_between(task.stage, task.peer, task.way):
             tag = self._tag(crossing, task.way, task.microbatch)
             self._channel(crossing, task.way, size).send(made[crossing.value], tag, consumer)
 
@@ -75,12 +76,14 @@ class StageTransport:
         """The channel of a crossing tensor, or of its gradient on the way back."""
         key = (crossing, way, size)
         if key not in self.channels:
-            here, there = (self.lowered.side(stage, crossing.value, size) for stage in (crossing.source, crossing.target))
+            here, there = (
+                self.lowered.stage_tensor(stage, crossing.value, size) for stage in (crossing.source, crossing.target)
+            )
             source, target = (here, there) if way == "F" else (there, here)
             self.channels[key] = self._made(source, target, crossing.value)
         return self.channels[key]
 
-    def _made(self, source: Side, target: Side, value: str) -> StageChannel:
+    def _made(self, source: StageTensor, target: StageTensor, value: str) -> StageChannel:
         return StageChannel(
             source, target, value=value, rank=self.rank, dtype=self.dtype(value), device=self.device, post=self.post
         )
@@ -90,8 +93,8 @@ class StageTransport:
 
     # --- tied parameters ---
 
-    def _tie(self, tie: Tie) -> StageChannel:
-        giver, taker = (self.lowered.stored_side(stage, tie.name) for stage in (tie.giver, tie.taker))
+    def _tie(self, tie: TiedGradient) -> StageChannel:
+        giver, taker = (self.lowered.stored_tensor(stage, tie.name) for stage in (tie.giver, tie.taker))
         return self._made(giver, taker, tie.name)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fourfold.graph import Device, Dtype, Ref
-from fourfold.graph.spec import mapped
+from fourfold.graph.spec import map_leaves
 from fourfold.index import IndexSet
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lowering.program import Compute
@@ -88,7 +88,7 @@ class Local:
                 return self.dtype(item.name)
             return self.device if isinstance(item, Device) else item
 
-        return mapped(value, leaf)
+        return map_leaves(value, leaf)
 
 
 class Arguments:
@@ -104,8 +104,8 @@ class Arguments:
     def fill(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         if not self.flat:
             it = iter(tensors)
-            args = mapped(self.args, lambda leaf: next(it) if isinstance(leaf, Ref) else leaf)
-            return list(args), mapped(self.kwargs, lambda leaf: next(it) if isinstance(leaf, Ref) else leaf)
+            args = map_leaves(self.args, lambda leaf: next(it) if isinstance(leaf, Ref) else leaf)
+            return list(args), map_leaves(self.kwargs, lambda leaf: next(it) if isinstance(leaf, Ref) else leaf)
         args = list(self.args)
         for position, tensor in zip(self.at, tensors, strict=False):
             args[position] = tensor

@@ -139,7 +139,7 @@ class Weights:
             return tensor
         gathered, step = found[0], self.running
         assert step is not None
-        listed = self.lists[self.size].messages.needed.get(id(step), ())
+        listed = self.lists[self.size].messages.backward_weights.get(id(step), ())
         if gathered.move not in listed and id(step) in self.backwards[self.size].listed:
             raise Infeasible(
                 f"{step.op.path} ({step.op.target}) keeps {gathered.name} for its backward, which its rule does not say, so "

@@ -1,5 +1,5 @@
-"""Ranges of plain numbers stay numbers. `torch.arange(2, 5).tolist()`, which losses write for the dims they reduce, depends on
-no data, but torch.export takes whatever is read out of a tensor for unknown."""
+"""Numbers read out of `torch.arange` stay constants while a model is exported. Losses write `torch.arange(2, 5).tolist()` for
+the dims they reduce: it depends on no data, but torch.export treats every number read out of a tensor as unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class KnownRanges(TorchFunctionMode):
+class ConstantRanges(TorchFunctionMode):
     """While something is traced: the numbers of such ranges are known, until something is written into them. A traced tensor's
     list is made of its items."""
 

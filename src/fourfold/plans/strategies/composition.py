@@ -12,11 +12,11 @@ from typing import Any
 
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
-from fourfold.plans.lowering.additive_loss import microbatched
+from fourfold.plans.lowering.additive_loss import microbatch_loss
 from fourfold.plans.spec.plan import Plan, Segment, Stage, matches
 from fourfold.plans.spec.policy import Policy
 from fourfold.plans.spec.schedule import schedule_named
-from fourfold.plans.strategies.balance import balanced
+from fourfold.plans.strategies.balance import balanced_firsts
 
 Base = Callable[[int, int], Plan]
 """From a number of ranks and a batch size to the plan of one stage."""
@@ -49,7 +49,7 @@ class Options:
             schedule_named(self.schedule, 1, 1)  # refuses a name nobody knows
 
 
-def composed(base: Base, graph: Graph, *, ranks: int, batch: int, stages: int, options: Options) -> Plan:
+def composed_plan(base: Base, graph: Graph, *, ranks: int, batch: int, stages: int, options: Options) -> Plan:
     """The base strategy in so many stages (one: no pipeline), with the options."""
     schedule = options.schedule or ("1f1b-so" if stages > 1 else "1f1b-sno")
     places = _places(stages, ranks, schedule)
@@ -67,8 +67,8 @@ def composed(base: Base, graph: Graph, *, ranks: int, batch: int, stages: int, o
     if options.policy is not None:
         plan = replace(plan, policy=options.policy)
     if options.recompute:
-        plan = recomputed(graph, plan, options.recompute)
-    return replace(plan, notes=(*plan.notes, *microbatched(graph, batch, micro).notes))
+        plan = plan_with_recompute(graph, plan, options.recompute)
+    return replace(plan, notes=(*plan.notes, *microbatch_loss(graph, batch, micro).notes))
 
 
 def _places(stages: int, ranks: int, schedule: str) -> int:
@@ -96,7 +96,7 @@ def _microbatches(batch: int, places: int, ranks: int, schedule: str, *, pipelin
 
 def _staged(plan: Plan, graph: Graph, counts: list[int], inner: dict[int, Plan]) -> Plan:
     """The plan cut into stages, stage k on counts[k] ranks."""
-    firsts = balanced(graph, plan.sizes[0], [float(count) for count in counts])
+    firsts = balanced_firsts(graph, plan.sizes[0], [float(count) for count in counts])
     places = len(counts) // CHUNKS if plan.schedule == "interleaved" else len(counts)
     ends = list(itertools.accumulate(counts[:places], initial=0))
     ranks = [tuple(range(*ends[k % places : k % places + 2])) for k in range(len(counts))]
@@ -133,7 +133,7 @@ def _passes(graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> tuple[Any, .
     return tuple(p for p in plan.passes if homes[p.first] == homes[p.last])
 
 
-def recomputed(graph: Graph, plan: Plan, count: int) -> Plan:
+def plan_with_recompute(graph: Graph, plan: Plan, count: int) -> Plan:
     """The plan with every stage's activations computed again, in so many segments."""
     return replace(plan, recompute=_segments(graph, plan, count))
 
@@ -146,7 +146,7 @@ def _segments(graph: Graph, plan: Plan, count: int) -> tuple[Segment, ...]:
     out = []
     for low, high in zip(begins, [*begins[1:], len(paths)], strict=True):
         span = {"first": paths[low], "last": paths[high - 1]}
-        firsts = balanced(graph, plan.sizes[0], [1.0] * count, **span, charge=0.0, pieces="segments")
+        firsts = balanced_firsts(graph, plan.sizes[0], [1.0] * count, **span, charge=0.0, pieces="segments")
         starts = [paths.index(first) for first in firsts]
         ends = [*starts[1:], high]
         out += [Segment(first=paths[a], last=paths[b - 1]) for a, b in zip(starts, ends, strict=True)]

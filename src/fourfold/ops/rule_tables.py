@@ -1,4 +1,4 @@
-"""Rules by the kernel they are for: how tables of them are filled, one decorator for all."""
+"""Tables of rules by kernel name, and the decorator that fills them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The walk over an exported graph: nodes of torch.fx become ops of a `Graph`, in-place ops functional ones, symbolic sizes
-`Size`s; regions are inlined, assertions dropped, and what would change a tensor behind another's back is refused.
+"""From an exported torch.fx graph to ops of a `Graph`: in-place ops become functional ones, symbolic sizes `Size`s; nested
+graphs are inlined, assertions dropped, and in-place writes to memory that another tensor shares are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fourfold.graph.spec import Constant, Device, Dtype, Op, Ref, Size, TensorSp
 _DROPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
 
 
-class Walk:
+class FxConverter:
     """Collects values and ops while walking the exported graph."""
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Nest + split + incoming layouts -> what each operand must hold and what each result becomes.
+"""The layouts of one op: from its nest, its splits and the incoming layouts to what each operand must hold and what each result
+becomes.
 
 Per mesh axis an op splits one loop, passes partial sums through, or runs alike on all ranks. The choice is explicit (a
 split from the plan) or follows the incoming layouts; the division of the loop is inherited from them where it fits, so
@@ -23,7 +24,7 @@ PASS = "<partial>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class OpLayouts:
     """One op on a mesh: layouts of operands and results, and the division of every loop."""
 
     needs: tuple[Layout, ...]
@@ -32,7 +33,7 @@ class Placed:
     choice: Mapping[str, str | None]  # axis -> loop name, PASS or None
 
 
-def place(
+def op_layouts(
     nest: Nest,
     mesh: Mesh,
     splits: Mapping[str, str],
@@ -40,8 +41,8 @@ def place(
     *,
     wanted: Layout | None = None,
     where: str = "op",
-) -> Placed:
-    """Place an op. `given[i]` is None for operands that take any layout asked of them (parameters, constants, free inputs).
+) -> OpLayouts:
+    """The layouts of an op. `given[i]` is None for operands that take any layout (parameters, constants, free inputs).
 
     `wanted` steers an op that is itself free: its first result's layout as a consumer asks for it.
     """
@@ -58,7 +59,7 @@ def place(
     owns = {loop.name: _division(nest, mesh, loop, choice, given, wanted) for loop in nest.loops}
     needs = tuple(_need(nest, mesh, i, dims, owns, choice) for i, dims in enumerate(nest.operands))
     gives = tuple(_give(nest, mesh, dims, owns, choice) for dims in nest.results)
-    return Placed(needs=needs, gives=gives, loops=owns, choice=choice)
+    return OpLayouts(needs=needs, gives=gives, loops=owns, choice=choice)
 
 
 def _explicit(nest: Nest, mesh: Mesh, axis: str, split: str, where: str) -> str | None:

@@ -1,5 +1,5 @@
-"""Recurrent layers traced by their shapes. torch.export keeps `aten.lstm` as one op, but finds its results' shapes by going
-through its time steps one by one: a second for each layer of fifty steps. What they are is known beforehand."""
+"""Traces an LSTM by shapes alone. torch.export keeps `aten.lstm` as one op, but computes its results' shapes by running its
+time steps one by one: a second for each layer of fifty steps. They follow from the operands' shapes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _shapes(
 
 
 @contextmanager
-def by_shapes() -> Iterator[None]:
-    """While something is traced: torch's own way through the steps is put aside, and put back."""
+def lstm_by_shapes() -> Iterator[None]:
+    """Inside, `aten.lstm` gives its results' shapes at once; torch's own kernels are restored afterwards."""
     kept = dict(LSTM.py_kernels)
     LSTM.py_kernels.update(dict.fromkeys(kept, _shapes))
     LSTM._dispatch_cache.clear()

@@ -1,9 +1,9 @@
-"""The attributes of a module around a call: put back as they were, and compared.
+"""The attributes of a module around a call: restored afterwards, and compared.
 
 Modules keep more than parameters and buffers: counters, caches, lists of heads that several submodules share. A trace writes
-into them, and torch.export puts copies back where objects were shared. `unchanged` restores the very objects: containers
-with the contents they had, random generators in the state they had. `plain_state` is what can be compared of them: numbers,
-texts, generators and the shape of containers, not tensors.
+into them, and torch.export puts copies back where objects were shared. `preserve_attributes` restores the very objects:
+containers with the contents they had, random generators in the state they had. `plain_state` is what can be
+compared of them: numbers, texts, generators and the shape of containers, not tensors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DEPTH = 6  # containers within containers
 
 
 @contextmanager
-def unchanged(root: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, every submodule has the attributes it had, the same objects with the same contents."""
+def preserve_attributes(root: nn.Module) -> Iterator[None]:
+    """Restore every submodule's attributes on leaving: the same objects with the same contents."""
     before = [(vars(module), dict(vars(module))) for module in root.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in before:
