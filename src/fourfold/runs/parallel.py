@@ -59,6 +59,12 @@ def parallelize(
     whether the first rank compares two steps of the captured graph with eager PyTorch, where the model is small enough for
     that; a `graph` that is given is not compared.
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise InvalidInput(
+            f"optimizer= is a {name}, but each rank builds one for its own shards; pass a factory, as "
+            f"optimizer=lambda named: torch.optim.{name}([p for _, p in named], lr=...)"
+        )
     World.started(Mesh.of(all=plan.size), device or torch.device("cpu"))
     notes = [] if model.training else [IN_EVAL_MODE.format(type(model).__name__)]
     if graph is None:
