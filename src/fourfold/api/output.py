@@ -25,8 +25,8 @@ def check_place(path: Path | None) -> None:
 def write_plan(plan: Plan, graph: Graph, path: Path, *, made_for: Mapping[str, str] | None) -> None:
     """Write a plan, and keep its graph where `explain` and `report` look for it."""
     from fourfold.plans import save_plan
-    from fourfold.workload.graph_cache import keep_graph
+    from fourfold.workload.graph_cache import cache_graph
 
     save_plan(plan, path, made_for=made_for)
     with suppress(InvalidInput):  # a cache that cannot be written to: they ask for the model then
-        keep_graph(graph)
+        cache_graph(graph)

@@ -29,7 +29,7 @@ from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.rank_pool import from_first_rank
 from fourfold.timeline import Timeline
-from fourfold.workload.materialise import made_up
+from fourfold.workload.materialise import synthetic_tensor
 from fourfold.workload.model_text import Case
 from fourfold.workload.plan_inputs import examples
 from fourfold.workload.workload import Workload, stored_tensors
@@ -85,7 +85,7 @@ def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | No
 
     def made(tensor: Tensor) -> Tensor:
         batched = tensor.dim() > 0 and tensor.shape[0] == plan.batch
-        return made_up(tensor[:few] if batched else tensor, generator)
+        return synthetic_tensor(tensor[:few] if batched else tensor, generator)
 
     inputs, targets = pytree.tree_map(made, examples(plan, model))
     return Workload(text="", case=Case(model, inputs, targets, loss), graph=graph)
