@@ -23,8 +23,8 @@ from small import SMALL, graph_of
 MODEL = "vgg16-cifar,width=32,channels=4"
 LOOK = f"""
 import sys
-from fourfold.workload.graph_cache import sketch
-found = sketch({MODEL!r}, batch=6)
+from fourfold.workload.graph_cache import model_graph
+found = model_graph({MODEL!r}, batch=6)
 print(found.graph.hash, found.batch, "torch" in sys.modules)
 """
 
@@ -44,7 +44,7 @@ def test_a_second_look_loads_no_torch_and_says_the_same() -> None:
     assert first[2] == "True" and second == [*first[:2], "False"]
 
 
-def test_a_sketch_makes_the_plans_that_a_subject_makes() -> None:
+def test_a_cached_graph_makes_the_plans_that_a_workload_makes() -> None:
     whole = load_workload(MODEL, batch=6, data=False)
     for known in (model_graph(MODEL, batch=6), model_graph(MODEL, batch=6)):
         assert known.plan("data+filter", ranks=4) == whole.plan("data+filter", ranks=4)
