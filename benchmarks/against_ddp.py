@@ -12,7 +12,7 @@ from fourfold.graph.capture import capture
 from fourfold.plans import named
 from fourfold.runs.parallel import parallelize
 from fourfold.runtime.host.launch import Ranks
-from fourfold.workload.plan_inputs import signed
+from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
     "steps of both alternate in the same processes (one thread each, gloo), barrier before and after; medians, and the median "
@@ -32,7 +32,7 @@ def contenders(name: str, ranks: int) -> dict[str, Step]:
     """A step of the peer and a step of ours, on equal models and data."""
     model, inputs, targets, loss = example(name, CASES[name])
     graph = capture(model, inputs, targets, loss)
-    plan = signed(named("data", graph, ranks=ranks, batch=CASES[name]["batch"]), inputs, targets)
+    plan = with_signature(named("data", graph, ranks=ranks, batch=CASES[name]["batch"]), inputs, targets)
     run = parallelize(model, plan, loss=loss, optimizer=lambda n: sgd([p for _, p in n]), graph=graph)
     peer, *_ = example(name, CASES[name])
     x, *y = run.local(*inputs, *targets)

@@ -22,7 +22,7 @@ from fourfold.graph.capture import capture
 from fourfold.plans import named
 from fourfold.runs.parallel import parallelize
 from fourfold.runtime.host.launch import Ranks
-from fourfold.workload.plan_inputs import signed
+from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
     "steps of all contenders alternate in the same processes (one thread each, gloo), barrier before and after; medians, and "
@@ -56,7 +56,7 @@ def blocks(model: nn.Module) -> list[list[nn.Module]]:
 def contenders(name: str, ranks: int) -> dict[str, Step]:
     model, inputs, targets, loss = example(name, CASES[name])
     graph = capture(model, inputs, targets, loss)
-    plan = signed(named("fsdp", graph, ranks=ranks, batch=CASES[name]["batch"]), inputs, targets)
+    plan = with_signature(named("fsdp", graph, ranks=ranks, batch=CASES[name]["batch"]), inputs, targets)
     run = parallelize(model, plan, loss=loss, optimizer=lambda n: sgd([p for _, p in n]), graph=graph)
     check_divided([p for group in run.optimizer.param_groups for p in group["params"]], graph, ranks)
     x, *y = run.local(*inputs, *targets)

@@ -19,7 +19,7 @@ from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named
 from fourfold.runs.parallel import parallelize
 from fourfold.runtime.host.launch import Ranks
-from fourfold.workload.plan_inputs import signed
+from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
     "steps of all contenders alternate in the same processes (one rank per stage, one thread each, gloo), barrier before and "
@@ -56,7 +56,7 @@ def planned(name: str, ranks: int) -> Plan:
     model, inputs, targets, loss = example(name, CASES[name])
     graph = capture(model, inputs, targets, loss)
     options = Options(microbatches=MICROBATCHES[ranks])
-    return signed(named("pipeline", graph, ranks=ranks, batch=CASES[name]["batch"], options=options), inputs, targets)
+    return with_signature(named("pipeline", graph, ranks=ranks, batch=CASES[name]["batch"], options=options), inputs, targets)
 
 
 def contenders(name: str, plan: Plan) -> dict[str, Step]:

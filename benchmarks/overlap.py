@@ -28,7 +28,7 @@ from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.spec.schedule_timing import makespan
 from fourfold.reproduce.hosts import hosts
 from fourfold.runs.parallel import Parallel, parallelize
-from fourfold.workload.plan_inputs import signed
+from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
     "two network namespaces joined by tc tbf at the rate given, one rank and one stage each, one thread; steps of both "
@@ -46,7 +46,7 @@ def planned() -> Plan:
     model, inputs, targets, loss = example(MODEL, ARGUMENTS)
     options = Options(microbatches=MICROBATCHES, stages=2)
     plan = named("pipeline", capture(model, inputs, targets, loss), ranks=2, batch=ARGUMENTS["batch"], options=options)
-    return signed(plan, inputs, targets)
+    return with_signature(plan, inputs, targets)
 
 
 def bound(plan: Plan, schedule: str) -> tuple[Parallel, tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fourfold.cli.options import freeze_gc, setting
+from fourfold.api.settings import freeze_gc, setting_of
 from fourfold.planner import SearchTask, search
 from fourfold.planner.search import replayed
 from fourfold.planner.splits.split_search import Found, Splitting
@@ -65,7 +65,7 @@ CLUSTERS = (("ethernet-1g", 4), ("ethernet-10g-gpu", 8), ("ethernet-25g-gpu", 16
 
 def task_of(model: str, cluster: str, devices: int, batch: int) -> SearchTask:
     seen = load_workload(model, batch=batch, data=False)
-    asked = setting(cluster, devices, "fp32", "sgd", "fourfold")
+    asked = setting_of(cluster, devices)
     freeze_gc()
     return SearchTask(graph=seen.graph, batch=batch, setting=asked)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fourfold.cli.options import priced, setting
+from fourfold.api.settings import priced_graph, setting_of
 from fourfold.graph import Device, Dtype, Ref
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
@@ -115,10 +115,10 @@ def test_casts_change_neither_the_other_ops_nor_shapes() -> None:
 
 def test_predictions_in_bf16_are_of_the_graph_with_its_casts() -> None:
     graph = captured("gpt2")
-    told = priced(graph, setting("dgx-h200", 1, "bf16", "sgd", "fourfold"))
+    told = priced_graph(graph, setting_of("dgx-h200", 1, precision="bf16"))
     assert any(op.target == "aten._to_copy.default" for op in told.ops)
-    assert priced(graph, setting("dgx-h200", 1, "tf32", "sgd", "fourfold")) is graph
-    assert priced(graph, setting("dgx-h200", 1, "bf16", "sgd", "paradl")) is graph
+    assert priced_graph(graph, setting_of("dgx-h200", 1, precision="tf32")) is graph
+    assert priced_graph(graph, setting_of("dgx-h200", 1, precision="bf16", cost_model="paradl")) is graph
 
 
 def test_autocast_is_off_again_afterwards() -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fourfold as ff
-import fourfold.planning  # the first import of rich draws from `random`
+import fourfold.report.ranking  # the first import of rich draws from `random`
 import odd_gradients
 import odd_kinds
 import odd_state

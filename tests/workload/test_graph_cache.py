@@ -16,7 +16,7 @@ from fourfold.cluster.cache import write_cached
 from fourfold.graph.graph_file import VERSION, graph_data, graph_from
 from fourfold.graph.spec import Constant, Device, Dtype, Graph, Op, Ref, Size, TensorSpec
 from fourfold.workload import graph_cache as module
-from fourfold.workload.graph_cache import keep_graph, kept_graph, model_graph
+from fourfold.workload.graph_cache import cache_graph, cached_graph, model_graph
 from fourfold.workload.workload import load_workload
 from small import SMALL, graph_of
 
@@ -44,7 +44,7 @@ def test_a_second_look_loads_no_torch_and_says_the_same() -> None:
     assert first[2] == "True" and second == [*first[:2], "False"]
 
 
-def test_a_sketch_makes_the_plans_that_a_subject_makes() -> None:
+def test_a_cached_graph_makes_the_plans_that_a_workload_makes() -> None:
     whole = load_workload(MODEL, batch=6, data=False)
     for known in (model_graph(MODEL, batch=6), model_graph(MODEL, batch=6)):
         assert known.plan("data+filter", ranks=4) == whole.plan("data+filter", ranks=4)
@@ -71,14 +71,14 @@ def test_a_graph_with_one_number_changed_counts_as_missing(empty: Path) -> None:
     data["graph"] = json.loads(text)
     del data["version"], data["hash"]
     write_cached(file, VERSION, data)  # with a right hash of its text: the graph's own is off
-    assert kept_graph(graph.hash) is None
+    assert cached_graph(graph.hash) is None
 
 
 @pytest.mark.parametrize("name", [*SMALL])
 def test_a_graph_survives_its_file(name: str) -> None:
     graph = graph_of(name)
-    keep_graph(graph)
-    assert kept_graph(graph.hash) == graph
+    cache_graph(graph)
+    assert cached_graph(graph.hash) == graph
 
 
 def test_every_literal_of_an_op_survives() -> None:
@@ -92,7 +92,7 @@ def test_every_literal_of_an_op_survives() -> None:
 
 
 def test_models_texts_and_versions_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = module._sketch_file
+    where = module._model_graph_file
     files = {where(MODEL, None), where(MODEL, 4), where(f"{MODEL},norm=true", None)}
     monkeypatch.setattr(module, "version", lambda name: "0")
     assert len(files | {where(MODEL, None)}) == 4

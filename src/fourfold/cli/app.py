@@ -1,9 +1,8 @@
-"""The commands. Each parses its arguments, calls one room, and prints what comes back."""
+"""The commands. Each parses its arguments, calls `fourfold.api`, and prints what comes back."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -28,25 +27,13 @@ from fourfold.cli.options import (
     Strategy,
     Trace,
     Zero,
-    load_chosen_plan,
-    one_of,
     options_from_args,
 )
-from fourfold.cli.output import check_place, write_record, write_timelines
+from fourfold.cli.output import write_record, write_timelines
 from fourfold.cli.plan import plan
 from fourfold.cli.report import report
 from fourfold.cli.reproduce import reproduce
 from fourfold.cli.simulate import simulate
-from fourfold.errors import Damaged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fourfold.oracle.predict import Prediction
-    from fourfold.plans import Options, Plan
-    from fourfold.runtime.host.launch import Ranks
-    from fourfold.runtime.rank_pool import TorchrunRanks
-    from fourfold.workload.workload import Workload
 
 EXAMPLES = {
     "inspect": "fourfold inspect resnet50,image=64 --batch 32",
@@ -61,8 +48,8 @@ EXAMPLES = {
 }
 
 
-def _like(name: str) -> str:
-    """What stands under a command's help."""
+def _example(name: str) -> str:
+    """The line below a command's help."""
     return f"Example: {EXAMPLES[name]}"
 
 
@@ -76,21 +63,15 @@ app = typer.Typer(
 @app.command()
 def models(as_json: Json = False) -> None:
     """The built-in models and their arguments."""
-    voice = Console(json=as_json)
-    with voice.working("loading"):
-        import inspect as signatures
-
-        from fourfold.models import MODELS, describe
+    console = Console(json=as_json)
+    with console.working("loading"):
+        from fourfold.api.catalog import models as built_in_models
         from fourfold.report.text import models_text
 
-    rows = {name: (describe(name), _defaults(signatures.signature(factory))) for name, factory in MODELS.items()}
-    records = [{"name": name, "about": what, "arguments": given} for name, (what, given) in rows.items()]
-    texts = {name: (what, [f"{k}={v}" for k, v in given.items()]) for name, (what, given) in rows.items()}
-    voice.answer({"models": records}, lambda: models_text(texts))
-
-
-def _defaults(signature: object) -> dict[str, object]:
-    return {name: parameter.default for name, parameter in signature.parameters.items()}  # type: ignore[attr-defined]
+        rows = built_in_models()
+    records = [{"name": row.name, "about": row.about, "arguments": row.arguments} for row in rows]
+    texts = {row.name: (row.about, [f"{k}={v}" for k, v in row.arguments.items()]) for row in rows}
+    console.answer({"models": records}, lambda: models_text(texts))
 
 
 @app.command()
@@ -101,20 +82,21 @@ def clusters(
     as_json: Json = False,
 ) -> None:
     """The built-in clusters, or every number of one with its source."""
-    voice = Console(json=as_json)
-    with voice.working("loading"):
-        from fourfold.cluster import LOCAL, cluster_named, preset_names
+    console = Console(json=as_json)
+    with console.working("loading"):
+        from fourfold.api.catalog import cluster
+        from fourfold.api.catalog import clusters as built_in_clusters
         from fourfold.report.clusters import cluster_record, cluster_text, clusters_text
 
-        found = [cluster_named(text) for text in ((*preset_names(), LOCAL) if name is None else (name,))]
-    record = {"clusters": [cluster_record(cluster) for cluster in found]}
-    voice.answer(record, lambda: clusters_text(found) if name is None else cluster_text(found[0]))
+        rows = built_in_clusters() if name is None else (cluster(name),)
+    record = {"clusters": [cluster_record(row) for row in rows]}
+    console.answer(record, lambda: clusters_text(rows) if name is None else cluster_text(rows[0]))
 
 
-app.command(epilog=_like("calibrate"))(calibrate)
+app.command(epilog=_example("calibrate"))(calibrate)
 
 
-@app.command(epilog=_like("inspect"))
+@app.command(epilog=_example("inspect"))
 def inspect(
     model: Model,
     batch: Batch = None,
@@ -122,26 +104,24 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Ops, parameters, FLOPs, activations, and how far each split can go."""
-    voice = Console(json=as_json)
-    with voice.working(f"capturing {model}"):
+    console = Console(json=as_json)
+    with console.working(f"capturing {model}"):
+        from fourfold.api.catalog import inspect as inspect_model
         from fourfold.report.record import survey_record
-        from fourfold.report.survey import survey
         from fourfold.report.text import survey_text
-        from fourfold.workload.workload import load_workload
 
-        seen = load_workload(model, batch=batch, data=False)
-        found = survey(seen.graph, seen.batch, depth=depth)
-    voice.answer(survey_record(found, model=model), lambda: survey_text(found, model=model))
+        result = inspect_model(model, batch=batch, depth=depth)
+    console.answer(survey_record(result, model=model), lambda: survey_text(result, model=model))
 
 
-app.command(epilog=_like("plan"))(plan)
-app.command(epilog=_like("explain"))(explain)
-app.command(epilog=_like("simulate"))(simulate)
-app.command(epilog=_like("report"))(report)
-app.command(epilog=_like("reproduce"))(reproduce)
+app.command(epilog=_example("plan"))(plan)
+app.command(epilog=_example("explain"))(explain)
+app.command(epilog=_example("simulate"))(simulate)
+app.command(epilog=_example("report"))(report)
+app.command(epilog=_example("reproduce"))(reproduce)
 
 
-@app.command(epilog=_like("verify"))
+@app.command(epilog=_example("verify"))
 def verify(
     model: Model,
     plan_file: PlanFile = None,
@@ -163,34 +143,43 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Whether a plan gives the numbers of one process: exit code 1 if not."""
-    voice = Console(json=as_json)
-    with voice.working(f"capturing {model}") as say:
+    console = Console(json=as_json)
+    with console.working(f"capturing {model}") as say:
+        from fourfold.api.output import check_place
+        from fourfold.api.running import verify as verify_plan
         from fourfold.report.record import verify_record
         from fourfold.report.text import verdict_text
-        from fourfold.runs.reference import Reference
-        from fourfold.runs.verify import check_request
-        from fourfold.runs.verify import verify as compare
-        from fourfold.runtime.rank_pool import rank_pool
 
         options = options_from_args(stages, microbatches, schedule, recompute, zero)
-        loaded = load_chosen_plan(plan_file, strategy, batch, options)
-        check_request(precision=precision, optimizer=optimizer, steps=steps)
         check_place(record_file)
-        with rank_pool(ranks if loaded is None or ranks is not None else loaded.size) as team:
-            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
-            _check_capture(team, seen, voice, say, noted=False)
-            said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
-            reference = Reference(workload=seen, optimizer=optimizer, steps=steps)
-            verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
-    if verdict is None:
+        result = verify_plan(
+            model,
+            plan=plan_file,
+            strategy=strategy,
+            options=options,
+            ranks=ranks,
+            batch=batch,
+            steps=steps,
+            precision=precision,
+            optimizer=optimizer,
+            seed=seed,
+            cluster=cluster,
+            predict=predict,
+            say=say,
+            note=console.note,
+        )
+    if result is None:
         return 0
-    record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=said)
+    verdict, made, prediction = result.verdict, result.plan, result.prediction
+    record = verify_record(
+        verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=prediction
+    )
     write_record(record, record_file)
-    voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=said))
+    console.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=prediction))
     return 0 if verdict.equal else 1
 
 
-@app.command(epilog=_like("train"))
+@app.command(epilog=_example("train"))
 def train(
     model: Model,
     plan_file: PlanFile = None,
@@ -215,119 +204,48 @@ def train(
     as_json: Json = False,
 ) -> int:
     """Train under a plan, on made-up data or a set of examples: exit code 1 if the loss becomes NaN or infinite."""
-    voice = Console(json=as_json)
-    with voice.working(f"capturing {model}") as say:
+    console = Console(json=as_json)
+    with console.working(f"capturing {model}") as say:
+        from fourfold.api.output import check_place
+        from fourfold.api.running import train as train_plan
         from fourfold.report.record import train_record
         from fourfold.report.text import history_text, step_text
-        from fourfold.runs.train import train as run
-        from fourfold.runs.verify import check_request
-        from fourfold.runtime.rank_pool import rank_pool
+
+        def show_step(step: int, loss: float, seconds: float) -> None:
+            say(f"step {step} of {steps}")
+            console.line(step_text(step, steps, loss, seconds))
 
         options = options_from_args(stages, microbatches, schedule, recompute, zero)
-        loaded = load_chosen_plan(plan_file, strategy, batch, options)
-        check_request(precision=precision, optimizer=optimizer, steps=steps)
         check_place(trace)
         check_place(record_file)
-        with rank_pool(ranks if loaded is None or ranks is not None else loaded.size) as team:
-            seen, made = _prepared(team, model, loaded, strategy, options, batch, seed, voice)
-            _check_capture(team, seen, voice, say)
-            said = _foretold(voice, team, seen, made, cluster, precision, optimizer, say) if predict else None
-            say(f"starting {made.size} ranks")
-
-            def told(step: int, loss: float, seconds: float) -> None:
-                say(f"step {step} of {steps}")
-                voice.line(step_text(step, steps, loss, seconds))
-
-            history = run(
-                seen,
-                made,
-                team,
-                steps=steps,
-                precision=precision,
-                optimizer=optimizer,
-                seed=seed,
-                data=data,
-                allow_nan=allow_nan,
-                told=told,
-            )
-    file = write_timelines(said, history.timeline, made, trace) if trace is not None else None
-    record = train_record(history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file)
-    write_record(record, record_file)
-    voice.answer(record, lambda: history_text(history, said))
+        result = train_plan(
+            model,
+            plan=plan_file,
+            strategy=strategy,
+            options=options,
+            ranks=ranks,
+            batch=batch,
+            steps=steps,
+            data=data,
+            precision=precision,
+            optimizer=optimizer,
+            seed=seed,
+            cluster=cluster,
+            predict=predict,
+            allow_nan=allow_nan,
+            on_step=show_step,
+            say=say,
+            note=console.note,
+        )
+    made, history, prediction = result.plan, result.history, result.prediction
+    if not console.silent:
+        file = write_timelines(prediction, history.timeline, made, trace) if trace is not None else None
+        record = train_record(
+            history, made, model=model, precision=precision, optimizer=optimizer, foretold=prediction, trace=file
+        )
+        write_record(record, record_file)
+        console.answer(record, lambda: history_text(history, prediction))
     if history.bad_step is None or allow_nan:
         return 0
-    voice.note(f"the loss of step {history.bad_step} is {history.losses[-1]}, so the run stopped there; --allow-nan goes on")
+    console.note(f"the loss of step {history.bad_step} is {history.losses[-1]}, so the run stopped there; --allow-nan goes on")
     return 1
-
-
-def _check_capture(
-    team: Ranks | TorchrunRanks, seen: Workload, voice: Console, say: Callable[[str], None], *, noted: bool = True
-) -> None:
-    """Two steps of the captured graph against eager PyTorch, on one process for all. `noted`: say so where it was not done."""
-    from fourfold.runs.capture_check import refuse_together
-    from fourfold.runtime.rank_pool import share
-
-    say("comparing what was captured with eager PyTorch")
-    reason = refuse_together(lambda: seen, partial(share, team))
-    if reason is not None and noted:
-        voice.note(reason)
-
-
-def _foretold(
-    voice: Console,
-    team: Ranks | TorchrunRanks,
-    seen: Workload,
-    made: Plan,
-    cluster: str | None,
-    precision: str,
-    optimizer: str,
-    say: Callable[[str], None],
-) -> Prediction | None:
-    """What the step will take, said before it is run."""
-    from fourfold.calibrate.measured_prices import predict_on_ranks
-    from fourfold.cluster import PRECISIONS, cluster_named
-    from fourfold.plans import lower_plan
-    from fourfold.plans.spec.plan import check_runnable
-    from fourfold.runtime.comm.world import here
-
-    lowered = lower_plan(seen.graph, made)
-    check_runnable(made)
-    where = cluster_named(cluster, devices=team.count) if cluster is not None else None
-    say("timing kernels")
-    exact = one_of("precision", precision, PRECISIONS)
-    try:
-        found = predict_on_ranks(lowered, team, cluster=where, precision=exact, optimizer=optimizer)
-    except Damaged as error:  # this machine's own calibration, which only the prediction needs
-        voice.note(f"no prediction is made: {error}")
-        return None
-    running = team(here, team.count)[0]
-    for difference in found.prices.placement.differences(running) if found is not None else ():
-        voice.note(f"{difference}; --cluster says what the prediction is for")
-    return found
-
-
-def _prepared(
-    team: Ranks | TorchrunRanks,
-    model: str,
-    loaded: Plan | None,
-    strategy: str | None,
-    options: Options,
-    batch: int | None,
-    seed: int,
-    voice: Console,
-) -> tuple[Workload, Plan]:
-    """The model on this process and the plan to run it by; under torchrun the first rank captures for all."""
-    from fourfold.runs.parallel import IN_EVAL_MODE
-    from fourfold.runtime.rank_pool import check_count, is_leader, share
-    from fourfold.workload.workload import load_workload
-
-    size = loaded.batch if loaded is not None else batch
-    own = load_workload(model, batch=size, seed=seed) if is_leader() else None
-    graph = share(team, lambda: own.graph if own is not None else None)
-    seen = own or load_workload(model, batch=size, seed=seed, graph=graph)
-    made = loaded if loaded is not None else seen.plan(str(strategy), ranks=team.count, options=options)
-    if not seen.case.module.training:
-        voice.note(IN_EVAL_MODE.format(type(seen.case.module).__name__))
-    made.check(seen.graph)
-    check_count(made, team.count)
-    return seen, made

@@ -57,7 +57,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     _signals.clear()
     Stdout.trouble = None
     try:
-        _listen()
+        _handle_signals()
         _prepare_standard_files()
         if started_by_torchrun():
             _end_under_torchrun()
@@ -68,17 +68,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if isinstance(Stdout.trouble, BrokenPipeError):
             _give_up_stdout()
             return code
-        return code if Stdout.trouble is None else _told(Stdout.trouble)
+        return code if Stdout.trouble is None else _report_error(Stdout.trouble)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _report_interrupt()
     except SystemExit as error:
         if Stdout.trouble is not None:  # what typer makes of a pipe that nobody reads
-            return _told(Stdout.trouble)
-        return _line(f"the model's code called sys.exit({error.code!r}); it shall return instead", InvalidInput.exit_code)
+            return _report_error(Stdout.trouble)
+        return _print_line(f"the model's code called sys.exit({error.code!r}); it shall return instead", InvalidInput.exit_code)
     except Exception as error:
         if os.environ.get("FOURFOLD_TRACEBACK"):
             raise
-        return _told(error)
+        return _report_error(error)
 
 
 def _command(arguments: Sequence[str] | None) -> int:
@@ -94,7 +94,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     return answer if isinstance(answer, int) else 0
 
 
-def _listen() -> None:
+def _handle_signals() -> None:
     """Let signals that ask for an end raise; one that the caller has chosen to ignore stays so."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -130,17 +130,17 @@ def _end_under_torchrun() -> None:
     """End with torchrun, and when it asks for an end: a rank that waits for another in C++ runs no handler of Python's, and
     would be killed without a word. A thread that hears of signals at once gives it some seconds."""
     end_with_torchrun()
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    threading.Thread(target=_end_after_signal, args=(heard,), name="fourfold-signals", daemon=True).start()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_end_after_signal, args=(reader,), name="fourfold-signals", daemon=True).start()
 
 
-def _end_after_signal(heard: int) -> None:
-    while os.read(heard, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
+def _end_after_signal(reader: int) -> None:
+    while os.read(reader, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
         continue
     time.sleep(GRACE_SECONDS)
-    os._exit(_interrupted())
+    os._exit(_report_interrupt())
 
 
 def _prepare_standard_files() -> None:
@@ -157,28 +157,28 @@ def _prepare_standard_files() -> None:
         sys.stdout = io.TextIOWrapper(buffer, encoding, errors, line_buffering=os.isatty(1))
 
 
-def _told(error: Exception) -> int:
-    """Say an error in one line; the result is its exit code."""
+def _report_error(error: Exception) -> int:
+    """Print an error in one line; the result is its exit code."""
     import typer
 
     if isinstance(error, BrokenPipeError) and error is Stdout.trouble:  # the reader of our output has gone: nothing to say
         _give_up_stdout()
         return 0
     if _signals or isinstance(error, typer.Abort):  # what a KeyboardInterrupt became on its way
-        return _interrupted()
+        return _report_interrupt()
     if isinstance(error, WorkerFailed):
-        return _line(_without_traceback(str(error)), error.exit_code)
+        return _print_line(_without_traceback(str(error)), error.exit_code)
     if isinstance(error, Error):
-        return _line(str(error), error.exit_code)
+        return _print_line(str(error), error.exit_code)
     if error is Stdout.trouble:
         _give_up_stdout()
-        return _line(f"cannot write to stdout: {error.strerror}", InvalidInput.exit_code)
+        return _print_line(f"cannot write to stdout: {error.strerror}", InvalidInput.exit_code)
     # The base of typer's usage errors: click's own, or the copy of it that newer typers carry.
     usage = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     if isinstance(error, usage):
-        return _line(f"{error.format_message()} (see fourfold --help)", InvalidInput.exit_code)  # type: ignore[attr-defined]
+        return _print_line(f"{error.format_message()} (see fourfold --help)", InvalidInput.exit_code)  # type: ignore[attr-defined]
     line = f"internal error, {type(error).__name__}: {error}; FOURFOLD_TRACEBACK=1 shows where"
-    return _line(line, OURS)
+    return _print_line(line, OURS)
 
 
 def _give_up_stdout() -> None:
@@ -186,17 +186,17 @@ def _give_up_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _interrupted() -> int:
+def _report_interrupt() -> int:
     """An end that was asked for; under torchrun, which ends the others when one has failed, the failure that led to it."""
     if not started_by_torchrun():
-        return _line("interrupted", INTERRUPTED)
+        return _print_line("interrupted", INTERRUPTED)
     lost = lost_rank(wait=0)
     if lost is not None:
-        return _line(str(lost), lost.exit_code)
-    return _line(f"interrupted: rank {os.environ['RANK']} got {_signals[0] if _signals else 'a signal'}", INTERRUPTED)
+        return _print_line(str(lost), lost.exit_code)
+    return _print_line(f"interrupted: rank {os.environ['RANK']} got {_signals[0] if _signals else 'a signal'}", INTERRUPTED)
 
 
-def _line(text: str, code: int) -> int:
+def _print_line(text: str, code: int) -> int:
     if first_to_speak():
         print(f"fourfold: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fourfold.api.output import check_place
 from fourfold.errors import InvalidInput
 from fourfold.files import json_text, write_file
 from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
-    from fourfold.graph import Graph
-    from fourfold.oracle.cost_summary import CostSummary, Setting
-    from fourfold.oracle.predict import Prediction
-    from fourfold.plans import Plan
-
-
-def check_place(path: Path | None) -> None:
-    """Refuse a file that cannot be written before the work for it is done."""
-    if path is not None and not path.parent.is_dir():
-        raise InvalidInput(f"cannot write {path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
-        raise InvalidInput(f"cannot write {path}: it is a folder; name a file in it")
+    from fourfold.api.planning import CostSummary, Setting
+    from fourfold.api.running import Plan, Prediction
 
 
 def check_trace(path: Path | None, setting: Setting | None) -> None:
@@ -35,52 +24,37 @@ def check_trace(path: Path | None, setting: Setting | None) -> None:
         raise InvalidInput(f"--trace needs a timeline, which {setting.model}'s formulas do not give; leave --cost-model out")
 
 
-def write_plan(plan: Plan, graph: Graph, path: Path, *, made_for: Mapping[str, str] | None) -> None:
-    """Write a plan, and keep its graph where `explain` and `report` look for it."""
-    from fourfold.plans import save_plan
-    from fourfold.workload.graph_cache import keep_graph
-
-    save_plan(plan, path, made_for=made_for)
-    with suppress(InvalidInput):  # a cache that cannot be written to: they ask for the model then
-        keep_graph(graph)
-
-
 def write_record(record: dict[str, Any], path: Path | None) -> None:
-    """What `--json` prints as a file, on the rank that speaks."""
-    from fourfold.runtime.rank_pool import is_leader
-
-    if path is not None and is_leader():
+    """Write what `--json` prints to a file."""
+    if path is not None:
         write_file(path, json_text(record))
 
 
-def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan, path: Path) -> str | None:
-    """Write the measured step and, where there is one, the predicted one; the file, on the rank that speaks."""
+def write_timelines(prediction: Prediction | None, measured: Timeline, plan: Plan, path: Path) -> str:
+    """Write the measured step and, where there is one, the predicted one; the file."""
     from fourfold.report.trace import trace_record
-    from fourfold.runtime.rank_pool import is_leader
 
-    if not is_leader():
-        return None
     places = tuple(dict.fromkeys(stage.ranks for stage in plan.parts))
-    predicted = foretold.estimate.timeline if foretold is not None else Timeline(())
+    predicted = prediction.estimate.timeline if prediction is not None else Timeline(())
     record = trace_record(predicted, measured, places=places)
     write_file(path, json_text(record))
     return str(path)
 
 
-def write_trace(figures: CostSummary | None, path: Path | None) -> str | None:
+def write_trace(cost: CostSummary | None, path: Path | None) -> str | None:
     """Write the predicted timeline, where there is one; the file it went to."""
     from fourfold.report.trace import trace_record
 
-    if path is None or figures is None or figures.timeline is None:
+    if path is None or cost is None or cost.timeline is None:
         return None
-    record = trace_record(figures.timeline, places=figures.places)
+    record = trace_record(cost.timeline, places=cost.places)
     write_file(path, json_text(record))
     return str(path)
 
 
-def draw_step(figures: CostSummary | None, path: Path | None, title: str) -> None:
+def draw_step(cost: CostSummary | None, path: Path | None, title: str) -> None:
     """Draw the predicted timeline, where there is one."""
     from fourfold.report.pictures import timeline_picture
 
-    if path is not None and figures is not None and figures.timeline is not None:
-        timeline_picture(figures.timeline, path, title=title, places=figures.places)
+    if path is not None and cost is not None and cost.timeline is not None:
+        timeline_picture(cost.timeline, path, title=title, places=cost.places)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from fourfold.cli.console import Console
 from fourfold.cli.options import (
+    SECONDS,
     Batch,
     Cluster,
     CostModel,
@@ -24,14 +26,11 @@ from fourfold.cli.options import (
     Stages,
     Strategy,
     Trace,
+    WhatIf,
     Zero,
-    freeze_gc,
     options_from_args,
-    priced,
-    setting,
 )
-from fourfold.cli.output import check_place, check_trace, draw_step, write_plan, write_trace
-from fourfold.cli.report import SECONDS, WhatIf
+from fourfold.cli.output import check_trace, draw_step, write_trace
 from fourfold.cli.search import Search
 from fourfold.errors import InvalidInput
 
@@ -68,24 +67,14 @@ def plan(
 
     Exit code 1 if nothing fits. Without --cluster the costs are those on this machine.
     """
-    voice = Console(json=as_json)
+    console = Console(json=as_json)
+    own = {"stages": stages, "microbatches": microbatches, "schedule": schedule, "recompute": recompute, "zero": zero}
     if strategy is None:
-        wanted = (stages, microbatches, schedule, recompute, zero)
-        if any(value is not None for value in wanted):
-            raise InvalidInput(
-                "--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
-                "or leave them to the search"
-            )
-        if cost_model != "fourfold":
-            raise InvalidInput(
-                f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name a --strategy"
-            )
-        from fourfold.cluster import LOCAL
-
+        _check_search(own, cost_model)
         return Search(
             model=model,
             devices=devices,
-            cluster=cluster or LOCAL,
+            cluster=cluster,
             batch=batch,
             precision=precision,
             optimizer=optimizer,
@@ -98,52 +87,85 @@ def plan(
             fix=tuple(fix or ()),
             limit=time_limit,
             measure=measure,
-        ).run(voice)
+        ).run(console)
     if fix or time_limit is not None or measure or report is not None:
         raise InvalidInput("--fix, --time-limit, --measure and --report are for the search; leave --strategy out")
-    with voice.working(f"capturing {model}") as say:
-        from fourfold.cluster import LOCAL
-        from fourfold.cluster.local import suits
-        from fourfold.oracle.cost_summary import predicted
-        from fourfold.plans import lower_plan, named
-        from fourfold.plans.spec.schedule import FUSED
-        from fourfold.plans.strategies.named import parse
-        from fourfold.report.pictures import check_picture
-        from fourfold.report.plans import Outlook, plan_record, plan_text
-        from fourfold.workload.graph_cache import model_graph
-
-        parse(strategy)
-        options = options_from_args(stages, microbatches, schedule, recompute, zero)
-        where = cluster or (LOCAL if suits(devices) else None)
-        asked_for = setting(where, devices, precision, optimizer, cost_model) if where is not None else None
-        check_place(output)
-        check_trace(trace, asked_for)
-        check_trace(plot, asked_for)
-        check_picture(plot)
-        seen = model_graph(model, batch=batch)
-        freeze_gc()
-        say(f"planning {strategy}")
-        begun = time.perf_counter()
-        made = seen.plan(strategy, ranks=devices, options=options)
-        program = lower_plan(seen.graph, made)
-        outlook = None
-        if asked_for is not None and made.schedule not in FUSED:
-            graph = priced(seen.graph, asked_for)
-            same = graph is seen.graph
-            told = (
-                program if same else lower_plan(graph, named(strategy, graph, ranks=devices, batch=seen.batch, options=options))
-            )
-            outlook = Outlook(figures=predicted(told, asked_for), setting=asked_for)
-        seconds = time.perf_counter() - begun
-        if output is not None:
-            write_plan(made, seen.graph, output, made_for=_made_for(where, precision, optimizer))
-        traced = write_trace(outlook.figures if outlook is not None else None, trace)
-        draw_step(outlook.figures if outlook is not None else None, plot, f"{model} by {strategy}")
-    file = str(output) if output is not None else None
-    record = plan_record(made, program, outlook, seconds=seconds, file=file, trace=traced)
-    voice.answer(record, lambda: plan_text(made, program, outlook, files=[path for path in (file, traced) if path]))
-    return 0 if outlook is None or outlook.figures.feasible else 1
+    return StrategyCommand(
+        model=model,
+        devices=devices,
+        strategy=strategy,
+        cluster=cluster,
+        batch=batch,
+        precision=precision,
+        optimizer=optimizer,
+        cost_model=cost_model,
+        options=own,
+        output=output,
+        trace=trace,
+        plot=plot,
+    ).run(console)
 
 
-def _made_for(cluster: str | None, precision: str, optimizer: str) -> dict[str, str] | None:
-    return {"cluster": cluster, "precision": precision, "optimizer": optimizer} if cluster is not None else None
+def _check_search(options: Mapping[str, object], cost_model: str) -> None:
+    """Refuse options that belong to a strategy."""
+    if any(value is not None for value in options.values()):
+        raise InvalidInput(
+            "--stages, --microbatches, --schedule, --recompute and --zero belong to a --strategy; name one, "
+            "or leave them to the search"
+        )
+    if cost_model != "fourfold":
+        raise InvalidInput(f"the search replays plans, it knows no {cost_model}; leave --cost-model out or name a --strategy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyCommand:
+    """The arguments of `plan --strategy`. `options`: those of `options_from_args`, by name."""
+
+    model: str
+    devices: int
+    strategy: str
+    cluster: str | None
+    batch: int | None
+    precision: str
+    optimizer: str
+    cost_model: str
+    options: Mapping[str, object]
+    output: Path | None
+    trace: Path | None
+    plot: Path | None
+
+    def run(self, console: Console) -> int:
+        """Plan, answer and write; the exit code."""
+        with console.working(f"capturing {self.model}") as say:
+            from fourfold.api.output import check_place, write_plan
+            from fourfold.api.planning import graph_of, parse, plan_strategy
+            from fourfold.api.settings import default_cluster, freeze_gc, setting_of
+            from fourfold.report.pictures import check_picture
+            from fourfold.report.plans import Outlook, plan_record, plan_text
+
+            parse(self.strategy)
+            options = options_from_args(**self.options)  # type: ignore[arg-type]
+            cluster = self.cluster or default_cluster(self.devices)
+            by_name = {"precision": self.precision, "optimizer": self.optimizer}
+            setting = None
+            if cluster is not None:
+                setting = setting_of(cluster, self.devices, **by_name, cost_model=self.cost_model)
+            check_place(self.output)
+            check_trace(self.trace, setting)
+            check_trace(self.plot, setting)
+            check_picture(self.plot)
+            source = graph_of(self.model, batch=self.batch)
+            freeze_gc()
+            say(f"planning {self.strategy}")
+            result = plan_strategy(source, self.strategy, self.devices, setting=setting, options=options)
+            if self.output is not None:
+                made_for = {"cluster": cluster, **by_name} if cluster is not None else None
+                write_plan(result.plan, source.graph, self.output, made_for=made_for)
+            trace_file = write_trace(result.cost, self.trace)
+            draw_step(result.cost, self.plot, f"{self.model} by {self.strategy}")
+        outlook = Outlook(figures=result.cost, setting=setting) if result.cost is not None and setting is not None else None
+        file = str(self.output) if self.output is not None else None
+        record = plan_record(result.plan, result.lowered, outlook, seconds=result.seconds, file=file, trace=trace_file)
+        files = [path for path in (file, trace_file) if path]
+        console.answer(record, lambda: plan_text(result.plan, result.lowered, outlook, files=files))
+        return 0 if result.cost is None or result.cost.feasible else 1

@@ -23,12 +23,9 @@ from fourfold.cli.options import (
     Stages,
     Trace,
     Zero,
-    freeze_gc,
     options_from_args,
-    priced,
-    setting,
 )
-from fourfold.cli.output import check_place, check_trace, write_trace
+from fourfold.cli.output import check_trace, write_trace
 from fourfold.errors import InvalidInput
 
 DEVICES = "Numbers of devices, as 1,2,4,8."
@@ -61,56 +58,50 @@ def simulate(
 
     The batch is that of all devices; with --weak, that of each.
     """
-    voice = Console(json=as_json)
+    console = Console(json=as_json)
     counts = _counts(devices)
-    with voice.counting(f"capturing {model}") as told:
-        from fourfold.oracle.cost_summary import strategies_of
-        from fourfold.oracle.scaling import Study
-        from fourfold.plans.strategies.named import parse
+    with console.counting(f"capturing {model}") as progress:
+        from fourfold.api.output import check_place
+        from fourfold.api.planning import graph_of
+        from fourfold.api.scaling import request_scaling, scaling_table
+        from fourfold.api.settings import freeze_gc
         from fourfold.report.pictures import check_picture, scaling_picture
         from fourfold.report.scaling import scaling_record, scaling_text
-        from fourfold.workload.graph_cache import model_graph
 
-        for name in strategy or ():
-            parse(name)
-        options = options_from_args(stages, microbatches, schedule, recompute, zero)
-        settings = {count: setting(cluster, count, precision, optimizer, cost_model) for count in sorted({1, *counts})}
-        names = list(dict.fromkeys(strategy or strategies_of(settings[1].model)))
-        cells = [(count, name) for count in counts for name in names]
-        if trace is not None and len(cells) > 1:
-            raise InvalidInput(f"--trace shows one step, {len(cells)} are asked for; give one of --devices and one --strategy")
-        check_trace(trace, settings[1])
+        request = request_scaling(
+            cluster,
+            counts,
+            strategies=strategy or (),
+            weak=weak,
+            samples=samples,
+            precision=precision,
+            optimizer=optimizer,
+            cost_model=cost_model,
+            options=options_from_args(stages, microbatches, schedule, recompute, zero),
+        )
+        cells = len(request.cells)
+        if trace is not None and cells > 1:
+            raise InvalidInput(f"--trace shows one step, {cells} are asked for; give one of --devices and one --strategy")
+        check_trace(trace, request.settings[1])
         check_place(plot)
         check_picture(plot)
-        seen = model_graph(model, batch=batch)
+        source = graph_of(model, batch=batch)
         freeze_gc()
-        graph = priced(seen.graph, settings[1])
-        study = Study(
-            graph=graph,
-            settings=settings,
-            batch=seen.batch,
-            scaling="weak" if weak else "strong",
-            samples=samples,
-            options=options,
-        )
-        rows = []
-        for done, (count, name) in enumerate(cells):
-            told(f"{name} on {count}", done, len(cells))
-            rows.append(study.row(name, count))
+        table = scaling_table(request, source, progress)
+        rows = table.rows
         file = write_trace(rows[0].figures, trace)
         if plot is not None:
             scaling_picture(rows, plot, title=f"{model} on {cluster}", weak=weak)
-    last = settings[counts[-1]]
-    record = scaling_record(study, rows, last, model=model, trace=file)
-    voice.answer(record, lambda: scaling_text(study, rows, last, model=model, trace=file))
-    return 0 if any(row.feasible for row in rows) else 1
+    record = scaling_record(table.study, rows, table.largest, model=model, trace=file)
+    console.answer(record, lambda: scaling_text(table.study, rows, table.largest, model=model, trace=file))
+    return 0 if table.feasible else 1
 
 
 def _counts(text: str) -> tuple[int, ...]:
     """Numbers of devices, each once, rising."""
-    found = []
+    counts = []
     for word in text.split(","):
         if not word.strip().isdecimal() or not int(word):
             raise InvalidInput(f"--devices {text}: '{word.strip()}' is no number of devices; write them as 1,2,4")
-        found.append(int(word))
-    return tuple(sorted(set(found)))
+        counts.append(int(word))
+    return tuple(sorted(set(counts)))

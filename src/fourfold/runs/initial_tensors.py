@@ -16,7 +16,7 @@ from fourfold.graph.capture import WithLoss
 from fourfold.plans.layout.layout import Layout
 from fourfold.runtime.comm.exchange import take
 from fourfold.runtime.comm.world import World
-from fourfold.workload.materialise import initialised
+from fourfold.workload.materialise import initial_values
 
 Loader = Callable[[str, Layout], Tensor]
 
@@ -40,7 +40,7 @@ def loader(whole: WithLoss, world: World, *, seed: int = 0) -> Loader:
             if key not in fresh:
                 fresh.clear()
                 prefix = f"{owner_name}." if owner_name else ""
-                fresh.update({prefix + n: t for n, t in initialised(owner, owner_name, seed).items()})
+                fresh.update({prefix + n: t for n, t in initial_values(owner, owner_name, seed).items()})
             tensor = fresh[key]
         return cut(tensor.to(world.device), layout, world)
 

@@ -29,7 +29,7 @@ from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.rank_pool import from_first_rank
 from fourfold.timeline import Timeline
-from fourfold.workload.materialise import made_up
+from fourfold.workload.materialise import synthetic_tensor
 from fourfold.workload.model_text import Case
 from fourfold.workload.plan_inputs import examples
 from fourfold.workload.workload import Workload, stored_tensors
@@ -59,6 +59,12 @@ def parallelize(
     whether the first rank compares two steps of the captured graph with eager PyTorch, where the model is small enough for
     that; a `graph` that is given is not compared.
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise InvalidInput(
+            f"optimizer= is a {name}, but each rank builds one for its own shards; pass a factory, as "
+            f"optimizer=lambda named: torch.optim.{name}([p for _, p in named], lr=...)"
+        )
     World.started(Mesh.of(all=plan.size), device or torch.device("cpu"))
     notes = [] if model.training else [IN_EVAL_MODE.format(type(model).__name__)]
     if graph is None:
@@ -79,7 +85,7 @@ def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | No
 
     def made(tensor: Tensor) -> Tensor:
         batched = tensor.dim() > 0 and tensor.shape[0] == plan.batch
-        return made_up(tensor[:few] if batched else tensor, generator)
+        return synthetic_tensor(tensor[:few] if batched else tensor, generator)
 
     inputs, targets = pytree.tree_map(made, examples(plan, model))
     return Workload(text="", case=Case(model, inputs, targets, loss), graph=graph)

@@ -31,8 +31,8 @@ SOURCES = ("models/*.py", "graph/*.py")
 
 def model_graph(text: str, *, batch: int | None = None) -> ModelGraph:
     """From the cache, or captured."""
-    file = _sketch_file(text, batch) if ":" not in text.partition(",")[0] else None
-    known = _known_sketch(file, text) if file is not None else None
+    file = _model_graph_file(text, batch) if ":" not in text.partition(",")[0] else None
+    known = _cached_model_graph(file, text) if file is not None else None
     if known is not None:
         return known
     from fourfold.workload.workload import load_workload
@@ -40,7 +40,7 @@ def model_graph(text: str, *, batch: int | None = None) -> ModelGraph:
     made = load_workload(text, batch=batch, data=False).model_graph
     if file is not None:
         with suppress(InvalidInput):  # a folder that cannot be written to
-            keep_graph(made.graph)
+            cache_graph(made.graph)
             write_cached(
                 file, VERSION, {"text": text, "batch": made.batch, "graph": made.graph.hash, "signature": made.signature}
             )
@@ -53,7 +53,7 @@ def graph_of_plan(file: Path, plan: Plan, model: str | None) -> tuple[Graph, str
     if model is not None:
         graph, name = model_graph(model, batch=plan.batch).graph, model
     else:
-        known = kept_graph(plan.graph)
+        known = cached_graph(plan.graph)
         if known is None:
             raise InvalidInput(f"the graph {plan.graph} of {file} is not in the cache; name its model with --model MODEL")
         graph, name = known, plan.model or f"graph {plan.graph}"
@@ -61,14 +61,14 @@ def graph_of_plan(file: Path, plan: Plan, model: str | None) -> tuple[Graph, str
     return graph, name
 
 
-def keep_graph(graph: Graph) -> None:
-    """Keep a graph under its content hash."""
+def cache_graph(graph: Graph) -> None:
+    """Write a graph to the cache under its content hash."""
     file = _graph_file(graph.hash)
-    if kept_graph(graph.hash) is None:
+    if cached_graph(graph.hash) is None:
         write_cached(file, VERSION, {"graph": graph_data(graph)})
 
 
-def kept_graph(content: str) -> Graph | None:
+def cached_graph(content: str) -> Graph | None:
     """The graph with a content hash; None if it is not in the cache, or its file is damaged."""
     data = read_cached(_graph_file(content), VERSION) if re.fullmatch(r"[0-9a-f]{16}", content) else None
     with suppress(KeyError, ValueError):
@@ -77,11 +77,11 @@ def kept_graph(content: str) -> Graph | None:
     return None
 
 
-def _known_sketch(file: Path, text: str) -> ModelGraph | None:
+def _cached_model_graph(file: Path, text: str) -> ModelGraph | None:
     data = read_cached(file, VERSION)
     if data is None or data.get("text") != text:
         return None
-    graph = kept_graph(str(data.get("graph")))
+    graph = cached_graph(str(data.get("graph")))
     with suppress(KeyError):
         return (
             ModelGraph(text=text, batch=data["batch"], graph=graph, signature=data["signature"]) if graph is not None else None
@@ -93,10 +93,10 @@ def _graph_file(content: str) -> Path:
     return cache_folder() / "graphs" / f"{content}.json"
 
 
-def _sketch_file(text: str, batch: int | None) -> Path:
-    """Where the sketch of a built-in model lies."""
+def _model_graph_file(text: str, batch: int | None) -> Path:
+    """The cache file of a built-in model."""
     root = Path(fourfold.__file__).parent
-    told = hashlib.sha256(f"{version('torch')} {text} {batch}".encode())
+    digest = hashlib.sha256(f"{version('torch')} {text} {batch}".encode())
     for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
-        told.update(path.read_bytes())
-    return cache_folder() / "sketches" / f"{told.hexdigest()[:32]}.json"
+        digest.update(path.read_bytes())
+    return cache_folder() / "sketches" / f"{digest.hexdigest()[:32]}.json"

@@ -35,17 +35,17 @@ def materialise(case: Case, *, seed: int = 0) -> Case:
 
 
 def _data(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return made_up(tensor, generator) if tensor.is_meta else tensor
+    return synthetic_tensor(tensor, generator) if tensor.is_meta else tensor
 
 
-def made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def synthetic_tensor(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Normal numbers of a tensor's shape; integers are zeros, the one value that is surely a valid label or token."""
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def initialised(module: nn.Module, path: str, seed: int) -> dict[str, Tensor]:
+def initial_values(module: nn.Module, path: str, seed: int) -> dict[str, Tensor]:
     """Values for a submodule's own meta tensors by its own reset, under a seed of its own; the module itself stays as it is."""
     metas = {**module._parameters, **module._buffers}
     metas = {name: tensor for name, tensor in metas.items() if tensor is not None and tensor.is_meta}
@@ -78,7 +78,7 @@ def _fill(module: nn.Module, seed: int) -> None:
     for path, sub in module.named_modules():
         stores: list[dict[str, Any]] = [sub._parameters, sub._buffers]
         metas = [(store, k) for store in stores for k, t in store.items() if t is not None and t.is_meta]
-        values = initialised(sub, path, seed) if metas else {}
+        values = initial_values(sub, path, seed) if metas else {}
         for store, key in metas:
             old = store[key]
             value = nn.Parameter(values[key], old.requires_grad) if isinstance(old, nn.Parameter) else values[key]

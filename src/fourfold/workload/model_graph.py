@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.plans.spec.plan import Plan
 from fourfold.plans.strategies.composition import Options
@@ -20,6 +21,12 @@ class ModelGraph:
     batch: int
     graph: Graph
     signature: Mapping[str, Any]
+
+    def with_batch(self, batch: int | None) -> ModelGraph:
+        """The same model at another batch; None: its own."""
+        if batch is not None and batch < 1:
+            raise InvalidInput(f"the batch is {batch}; it must be at least 1")
+        return self if batch is None else replace(self, batch=batch)
 
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
         return self.adopted(named(strategy, self.graph, ranks=ranks, batch=self.batch, options=options))

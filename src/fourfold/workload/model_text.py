@@ -68,19 +68,19 @@ def build(text: str, *, batch: int | None = None, seed: int = 0, meta: bool = Fa
     if batch is not None and "batch" in inspect.signature(source.factory).parameters:
         given["batch"] = batch
     torch.manual_seed(seed)
-    case = _checked(_called(source, given, meta=meta), source.name)
-    return case if batch is None or case.batch == batch else _resized(case, batch)
+    case = _case_of(_call_factory(source, given, meta=meta), source.name)
+    return case if batch is None or case.batch == batch else _resize(case, batch)
 
 
-def _called(source: _Source, given: Mapping[str, Any], *, meta: bool) -> Any:
+def _call_factory(source: _Source, given: Mapping[str, Any], *, meta: bool) -> Any:
     try:
         with torch.device("meta") if meta and source.built_in else nullcontext():
             return source.factory(**given)
     except SystemExit as error:
         raise InvalidInput(f"{source.name} called sys.exit({error.code!r}); return (module, inputs) instead") from error
     except Exception as error:
-        told = f"{type(error).__name__}: " if not (source.built_in and isinstance(error, ValueError)) else ""
-        raise InvalidInput(f"{source.name} raised {told}{error}" if told else f"{source.name}: {error}") from error
+        kind = f"{type(error).__name__}: " if not (source.built_in and isinstance(error, ValueError)) else ""
+        raise InvalidInput(f"{source.name} raised {kind}{error}" if kind else f"{source.name}: {error}") from error
 
 
 def _source(name: str) -> _Source:
@@ -133,36 +133,36 @@ def _file_module(place: str) -> Any:
     return module
 
 
-def _checked(result: Any, name: str) -> Case:
+def _case_of(result: Any, name: str) -> Case:
     """The factory's answer as a `Case`, or a line that says what it returned instead."""
     wanted = "return (module, inputs) or (module, inputs, targets, loss)"
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 4):
-        raise InvalidInput(f"{name} returned {_described(result)}; {wanted}")
+        raise InvalidInput(f"{name} returned {_description(result)}; {wanted}")
     module, inputs, targets, loss = (*result, (), None) if len(result) == 2 else result
     if not isinstance(module, nn.Module):
-        raise InvalidInput(f"{name} returned {_described(module)} as the module, not an nn.Module; {wanted}")
+        raise InvalidInput(f"{name} returned {_description(module)} as the module, not an nn.Module; {wanted}")
     if not isinstance(inputs, (tuple, list, Mapping)):
-        raise InvalidInput(f"{name} returned {_described(inputs)} as inputs; they are a tuple or a dict of tensors")
+        raise InvalidInput(f"{name} returned {_description(inputs)} as inputs; they are a tuple or a dict of tensors")
     if not isinstance(targets, (tuple, list)):
-        raise InvalidInput(f"{name} returned {_described(targets)} as targets; they are a tuple of tensors")
+        raise InvalidInput(f"{name} returned {_description(targets)} as targets; they are a tuple of tensors")
     if loss is not None and not callable(loss):
-        raise InvalidInput(f"{name} returned {_described(loss)} as the loss; it is a function of outputs and targets")
+        raise InvalidInput(f"{name} returned {_description(loss)} as the loss; it is a function of outputs and targets")
     case = Case(module, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), tuple(targets), loss)
     for tensor in case.tensors:
         if not isinstance(tensor, Tensor):
-            raise InvalidInput(f"{name} returned {_described(tensor)} among its inputs or targets; all are tensors")
+            raise InvalidInput(f"{name} returned {_description(tensor)} among its inputs or targets; all are tensors")
     if not any(t.dim() for t in case.tensors):
         raise InvalidInput(f"{name} returned no tensor with a batch dim; the first dim of the inputs is the batch")
     return case
 
 
-def _described(value: Any) -> str:
+def _description(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-def _resized(case: Case, batch: int) -> Case:
+def _resize(case: Case, batch: int) -> Case:
     """Every tensor that has the batch dim repeated and cut to the batch asked for."""
     before = case.batch
 

@@ -24,7 +24,7 @@ def _row(name: str, tensor: Tensor) -> list[Any]:
     return [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
-def signed(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
+def with_signature(plan: Plan, inputs: Inputs, targets: tuple[Tensor, ...]) -> Plan:
     """The plan with the shapes of its inputs written down."""
     return replace(plan, signature=signature_of(inputs, targets))
 

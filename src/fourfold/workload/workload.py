@@ -1,14 +1,15 @@
-"""What a command works on: a module with its data, and the graph captured from it."""
+"""What is trained: a module with its data, and the graph captured from it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
-from fourfold.graph.capture import WithLoss, capture
+from fourfold.graph.capture import Inputs, Loss, WithLoss, batch_of, capture
 from fourfold.plans import Options, Plan
 from fourfold.workload.materialise import materialise
 from fourfold.workload.model_graph import ModelGraph
@@ -18,11 +19,18 @@ from fourfold.workload.plan_inputs import signature_of
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A MODEL text, the case it names and its graph."""
+    """A module with its data and its graph. `text`: the MODEL text that names them, empty for a module of the caller's."""
 
     text: str
     case: Case
     graph: Graph
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Inputs, *, targets: tuple[Tensor, ...] = (), loss: Loss | None = None) -> Workload:
+        """A module with one batch of data, captured."""
+        batch_of(inputs)  # refuses inputs without a batch
+        data = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+        return cls(text="", case=Case(module, data, tuple(targets), loss), graph=capture(module, inputs, targets, loss))
 
     @property
     def batch(self) -> int:
