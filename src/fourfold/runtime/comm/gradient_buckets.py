@@ -24,22 +24,22 @@ class _Bucket:
         self.flat: Tensor | None = None
 
 
-class Gradients:
+class GradientBuckets:
     """Sums the gradients of parameters, bucket by bucket."""
 
     def __init__(self, parameters: Mapping[str, Tensor], buckets: Sequence[Bucket], world: World) -> None:
         self.parameters, self.world = parameters, world
         self.buckets = [_Bucket(bucket) for bucket in buckets]
-        self.home = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.bucket_of = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
         self.works: list[tuple[str, Any]] = []
         self.launched = 0
         self.last = True  # whether the backward now running is the last to add to the gradients
-        for name in self.home:
+        for name in self.bucket_of:
             parameters[name].register_post_accumulate_grad_hook(self._ready(name))
 
     def _ready(self, name: str) -> Any:
-        bucket = self.buckets[self.home[name]]
+        bucket = self.buckets[self.bucket_of[name]]
 
         def hook(_: Tensor) -> None:
             if not self.last:
@@ -77,7 +77,7 @@ class Gradients:
             self.works.append((bucket.key, dist.all_reduce(flat, group=self.groups[bucket.axes], async_op=True)))
 
     @property
-    def kept(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The buffers of the buckets."""
         return [bucket.flat for bucket in self.buckets if bucket.flat is not None]
 

@@ -17,7 +17,7 @@ from fourfold.runtime.comm import gloo_p2p
 from fourfold.runtime.comm.exchange import by_peer, put, take, tiles
 from fourfold.runtime.comm.world import World
 
-Arrived = Callable[[], list[Tensor]]
+FinishAll = Callable[[], list[Tensor]]
 
 
 class PackedExchange:
@@ -39,7 +39,7 @@ class PackedExchange:
         self.sends[self.me] = self.receives[self.me] = 0
         self.path = world.paths.several(steps, axes, world.rank)
 
-    def launch(self, tensors: Sequence[Tensor]) -> Arrived:
+    def launch(self, tensors: Sequence[Tensor]) -> FinishAll:
         """Start; the answer waits and gives the results."""
         pieces = [
             take(tensor, given.spans).reshape(-1)
@@ -54,13 +54,13 @@ class PackedExchange:
         work = gloo_p2p.all_to_all(received, packed, self.receives, self.sends, self.group, direct=direct)
         outs = [self._own(k, tensor) for k, tensor in enumerate(tensors)]
 
-        def arrived() -> list[Tensor]:
+        def finish() -> list[Tensor]:
             work.wait()
             self.world.journal.note("await", name=self.bunch.key)
             self._unpack(received, outs)
             return outs
 
-        return arrived
+        return finish
 
     def _own(self, number: int, tensor: Tensor) -> Tensor:
         """A result with what this rank gives itself."""

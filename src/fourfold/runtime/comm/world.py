@@ -56,7 +56,7 @@ class World:
         self.coords = mesh.coords(rank)
         self.paths = paths or Paths(mesh, self.ranks, Placement.separate_hosts(max(self.ranks) + 1), DEFAULT)
         self.journal = Journal()
-        self._boards: dict[tuple[tuple[str, ...], int], SharedRows] = {}
+        self._shared_rows: dict[tuple[tuple[str, ...], int], SharedRows] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for axes in sorted(set(wanted)):
             self._make("inline", axes)
@@ -147,7 +147,7 @@ class World:
         small = self.paths.small(axes, size)
         if size and self.extent(axes) > 1:
             self.note(kind, "shared" if small else "collective", axes, size, name)
-        return self.board(axes).gather(tensor) if small else None
+        return self.shared_rows(axes).gather(tensor) if small else None
 
     def note(self, kind: str, path: str, axes: tuple[str, ...], size: int, name: str = "") -> None:
         """Write a message down, if somebody asks for it."""
@@ -155,12 +155,12 @@ class World:
             ranks = tuple(self.ranks[member] for member in self.members(axes))
             self.journal.note(kind, path=path, ranks=ranks, size=size, name=name)
 
-    def board(self, axes: tuple[str, ...]) -> SharedRows:
-        """The board of the ranks along the axes, which share memory; all must ask."""
+    def shared_rows(self, axes: tuple[str, ...]) -> SharedRows:
+        """The rows of the ranks along the axes, which share memory; all of them must call the first time."""
         key = axes, self.paths.policy.small_bytes
-        if key not in self._boards:
-            self._boards[key] = SharedRows.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
-        return self._boards[key]
+        if key not in self._shared_rows:
+            self._shared_rows[key] = SharedRows.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
+        return self._shared_rows[key]
 
     @staticmethod
     def shared(mesh: Mesh, device: torch.device) -> World:

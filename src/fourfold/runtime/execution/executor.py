@@ -36,7 +36,7 @@ from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.lifetimes import order_of_use
 from fourfold.plans.lowering.program import Compute, Move
 from fourfold.runtime.comm.exchange import Finish, is_inexact, moved, mover, started
-from fourfold.runtime.comm.gradient_buckets import Gradients
+from fourfold.runtime.comm.gradient_buckets import GradientBuckets
 from fourfold.runtime.comm.shared.sums import SharedSum
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.recompute import recomputed
@@ -83,7 +83,7 @@ class Executor:
             world.group(axes, "gradients")
         self.begins, self.finishes = first.begin, first.finish(world.coords)
         self.sums = {action: self._summed(action) for action in first.messages.sums}
-        self.gradients = Gradients(self.state, first.messages.buckets(world.coords), world)
+        self.gradients = GradientBuckets(self.state, first.messages.buckets(world.coords), world)
         self.weights = Weights(self.lists, self.state, world)
         self._forward = {size: self._all_bound(size, found.forward) for size, found in self.lists.items()}
         self.written: dict[str, Tensor] = {}
@@ -114,7 +114,7 @@ class Executor:
             step = action
             if id(action) in self.lists[size].in_place:  # the model wrote it in place, and nobody else reads its input
                 step = replace(action, op=replace(action.op, target=action.op.inplace))
-            return _compute(action, self.weights.watched(size, action, build(step, self.local)))
+            return _compute(action, self.weights.watch(size, action, build(step, self.local)))
         if isinstance(action, Move):
             return _move(action, moved(action.exchange, self.world, action.value))
         if isinstance(action, Fetch):
@@ -132,7 +132,7 @@ class Executor:
         source, target, weights = action.move.source, action.move.target, self.weights
 
         def fetch(env: Env) -> None:
-            env[target] = weights.fetched(action, env[source])
+            env[target] = weights.fetch(action, env[source])
 
         return fetch
 
@@ -220,7 +220,7 @@ class Executor:
         if starts:
             self.weights.backward(size)
             torch.autograd.backward(starts, gradients)
-            self.weights.backward_done()
+            self.weights.end_backward()
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""
@@ -234,7 +234,7 @@ class Executor:
             if isinstance(action, Complete):
                 self.gradients.finish()
             elif isinstance(action, Sum):
-                self.world.note("sum", "shared", action.axes, self.sums[action].own.nbytes)
+                self.world.note("sum", "shared", action.axes, self.sums[action].own_row.nbytes)
                 self.sums[action].sum()
             else:
                 self.weights.act((action,))
@@ -255,7 +255,7 @@ class Executor:
 
     def kept(self) -> list[Tensor]:
         """The tensors that stay here between steps; gradients lie under their parameters."""
-        beside = [*(found.own for found in self.sums.values()), *self.gradients.kept, *self.weights.kept]
+        beside = [*(found.own_row for found in self.sums.values()), *self.gradients.buffers, *self.weights.buffers]
         return [*self.state.values(), *self.constants.values(), *beside]
 
     def finish(self) -> None:

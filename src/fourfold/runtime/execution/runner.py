@@ -165,7 +165,7 @@ class Runner:
         """A stage's step begins."""
         self.executors[task.stage].begin()
         if task.stage in self.slices:
-            self.slices[task.stage].begin()
+            self.slices[task.stage].clear_gradients()
         self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
 
     def _note(self, action: str, kind: str, start: float) -> None:
@@ -237,7 +237,7 @@ class Runner:
         """
         out: dict[str, Tensor] = {}
         for index, name, tensor, _ in self.trained():
-            key, part = self.executors[index].keys[name], self.slices[index].parts.get(name, tensor)
+            key, part = self.executors[index].keys[name], self.slices[index].slices.get(name, tensor)
             out[key if key not in out else f"{key}@stage{index}"] = part
         return list(out.items())
 
@@ -270,13 +270,13 @@ class Runner:
     def _updated(self) -> None:
         for index, executor in self.executors.items():
             self.journal.note("update", size=executor.updated_bytes)
-            self.slices[index].share()
+            self.slices[index].gather()
 
     def kept(self) -> list[Tensor]:
         """The tensors that stay on this rank between steps, its share of memory that ranks have in common included."""
         executors = [*self.executors.values(), *self.counters.values()]
-        shelves = [slices.own for slices in self.slices.values()]
-        return [tensor for kept in (*(e.kept() for e in executors), *shelves) for tensor in kept]
+        areas = [slices.shared_areas for slices in self.slices.values()]
+        return [tensor for kept in (*(e.kept() for e in executors), *areas) for tensor in kept]
 
 
 def _shared(executor: Executor, load: FullTensor) -> FullTensor:
