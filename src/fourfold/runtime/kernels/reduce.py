@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Local, Run, kernel, plain
+from fourfold.runtime.kernels.base import Local, Run, joint_kernel, kernel, plain
 
 
 class JointSum(torch.autograd.Function):
@@ -67,12 +67,9 @@ class _Extreme(torch.autograd.Function):
         return mask * (g / ties), None, None, None
 
 
-@kernel("extreme")
-def extreme(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("extreme")
+def extreme(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims, sign = list(detail["dims"]), detail["sign"]
 
     def run(x: Tensor) -> Tensor:
@@ -113,12 +110,9 @@ def place_of(step: Compute, local: Local, dim: int) -> Tensor:
     return torch.tensor(list(local.box(step.needs[0])[dim]), dtype=torch.long, device=local.device)
 
 
-@kernel("picked")
-def picked(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("picked")
+def picked(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     (dim,), sign = detail["dims"], detail["sign"]
     rows = place_of(step, local, dim)
 
@@ -130,12 +124,9 @@ def picked(step: Compute, local: Local) -> Run:
     return run
 
 
-@kernel("moments")
-def moments(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("moments")
+def moments(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims, count = list(detail["dims"]), detail["count"]
     freedom = max(count - detail["correction"], 0)
 
@@ -168,12 +159,9 @@ class _Norm(torch.autograd.Function):
         return grads[0] * slope * (y > 0), None, None, None, None
 
 
-@kernel("vector_norm")
-def vector_norm(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("vector_norm")
+def vector_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims = list(detail["dims"])
 
     def run(x: Tensor) -> Tensor:
@@ -183,12 +171,9 @@ def vector_norm(step: Compute, local: Local) -> Run:
     return run
 
 
-@kernel("logsumexp")
-def logsumexp(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("logsumexp")
+def logsumexp(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims = list(detail["dims"])
 
     def run(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """ZeRO-1: of every parameter that several ranks hold alike, each rank's optimizer updates a slice.
 
 A slice is a view of the stored tensor, so it costs no memory; what is divided is the optimizer's state. Gradients are summed as
-without ZeRO-1, and after the optimizer's step the slices are gathered into all copies, a few megabytes at a time, so that data in
-flight costs next to no memory: every rank's slices are cut by rows into chunks, and in each round all ranks send their next chunk
-and receive those of the others. Ranks of one host exchange chunks through shared memory, steps (17) and (18) of
+without ZeRO-1, and after the optimizer's step the slices are gathered into all copies, a few megabytes at a time, so that data
+in flight costs next to no memory: every rank's slices are cut by rows into chunks, and in each round all ranks send their next
+chunk and receive those of the others. Ranks of one host exchange chunks through shared memory, steps (17) and (18) of
 `runtime.comm.shared`.
 """
 

@@ -1,10 +1,10 @@
 """Divided weights (ZeRO-3) in forward and backward: gathered for the ops that read them, released, gathered again for backward.
 
 The lists say when (`plans.lists.stage_list`). Left alone, autograd would save a gathered weight from forward to backward. So
-forward runs under saved-tensor hooks that save a `SavedView` in its place. What the list does before an op's backward (fetch the
-weights it reads) runs as a hook of that op's node in autograd's graph. What it does after the gradient of a weight is complete
-(release the weight, reduce its gradient) runs in the backward of the gather. Each tensor that autograd saves is checked against
-the list.
+forward runs under saved-tensor hooks that save a `SavedView` in its place. What the list does before an op's backward (fetch
+the weights it reads) runs as a hook of that op's node in autograd's graph. What it does after the gradient of a weight is
+complete (release the weight, reduce its gradient) runs in the backward of the gather. Each tensor that autograd saves is
+checked against the list.
 
 Inside recomputed segments the hooks of the segment take precedence, and the gather is part of what is run again.
 """
@@ -53,8 +53,8 @@ class SavedView:
 
 
 class BackwardActions:
-    """What the backward list of one size of micro-batch says about weights: before the backward of an op, after that of a weight,
-    and at the end. Ops are looked up by the identity of their step."""
+    """What the backward list of one size of micro-batch says about weights: before the backward of an op, after that of a
+    weight, and at the end. Ops are looked up by the identity of their step."""
 
     def __init__(self, lists: StageList) -> None:
         backs = [action for action in lists.backward if isinstance(action, Back)]
@@ -160,7 +160,9 @@ class Weights:
         if self.transport is None:
             return
         actions = self.backwards[self.size]
-        assert self.hooked == actions.before.keys(), f"{len(actions.before) - len(self.hooked)} listed backwards of ops did not run"
+        assert self.hooked == actions.before.keys(), (
+            f"{len(actions.before) - len(self.hooked)} listed backwards of ops did not run"
+        )
         self.act(actions.end)
 
     def _before(self, step: Compute, actions: Iterable[Action], _: Any) -> None:

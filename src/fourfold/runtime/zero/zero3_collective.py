@@ -1,5 +1,5 @@
-"""Divided weights (ZeRO-3) between ranks that do not share memory: several weights in one collective, which runs while earlier ops
-compute. The lists say which weights, and when."""
+"""Divided weights (ZeRO-3) between ranks that do not share memory: several weights in one collective, which runs while earlier
+ops compute. The lists say which weights, and when."""
 
 from __future__ import annotations
 

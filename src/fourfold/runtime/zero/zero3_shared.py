@@ -1,10 +1,10 @@
 """Divided weights (ZeRO-3) between ranks of one host: shards in shared memory, gradients through a ring in it.
 
-A weight is gathered by copying from where each rank stores its shard; the other ranks need not take part. For a gradient, a rank
-copies it into its own area of the ring and publishes it by a counter; once all ranks have published it, each adds up its own part
-from all areas. Ranks look for published gradients whenever they give one themselves, and at the end. A gradient has the same
-place in every rank's area, and the place is used again once every rank has consumed what lay there. Steps (8) to (16) of
-`runtime.comm.shared` draw this.
+A weight is gathered by copying from where each rank stores its shard; the other ranks need not take part. For a gradient, a
+rank copies it into its own area of the ring and publishes it by a counter; once all ranks have published it, each adds up its
+own part from all areas. Ranks look for published gradients whenever they give one themselves, and at the end. A gradient has
+the same place in every rank's area, and the place is used again once every rank has consumed what lay there. Steps (8) to (16)
+of `runtime.comm.shared` draw this.
 
 Views of shared memory are stored and calls are few: between computing, when caches hold something else, a call costs 25 us.
 """

@@ -2,8 +2,8 @@
 
 Batch norm exchanges a few hundred numbers fifty times each way in a step. Over loopback sockets that is a tenth of the step,
 because a socket's latency costs more than the data. `SharedRows` gathers such rows through memory instead, in the steps (1) to
-(4) that the package's docstring draws. Only x86 makes stores visible in order, so other machines use sockets. Ranks in different
-network or process namespaces count as different hosts.
+(4) that the package's docstring draws. Only x86 makes stores visible in order, so other machines use sockets. Ranks in
+different network or process namespaces count as different hosts.
 """
 
 from __future__ import annotations

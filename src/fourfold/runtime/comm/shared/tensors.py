@@ -1,7 +1,7 @@
 """Stored tensors in memory that the ranks of one host share, so that a peer's part is copied and never sent.
 
-Every rank writes its own tensors only, and only when its optimizer updates them; the other ranks read. Barriers before and after
-the update keep readers and writers apart: steps (8) and (9) of the package's docstring.
+Every rank writes its own tensors only, and only when its optimizer updates them; the other ranks read. Barriers before and
+after the update keep readers and writers apart: steps (8) and (9) of the package's docstring.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class SharedTensors:
 
 
 def reader(step: Step, world: World, sources: Sequence[Tensor]) -> Reader:
-    """A function that returns what this rank receives in a step, read from each rank's row: step (9). Parts that lie side by side
-    are joined by one call, because between computing, when caches hold something else, a call costs as much as copying 100 KB."""
+    """A function that returns what this rank receives in a step, read from each rank's row: step (9). Parts that lie side by
+    side are joined by one call, because between computing, when caches hold something else, a call costs as much as copying 100
+    KB."""
     received = transfers(step, world.rank, incoming=True)
     parts = [(t.spans, sources[t.peer], transfer_between(step, t.peer, world.rank).spans) for t in received]
     shape = step.target.local_shape(world.coords)
