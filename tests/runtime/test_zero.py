@@ -294,7 +294,7 @@ class Watch:
     def __init__(self, weights: Weights) -> None:
         self.alive: list[tuple[StorageWeakRef, int]] = []
         self.total = self.largest = self.peak = 0
-        transport: Any = weights.carrier
+        transport: Any = weights.transport
         transport.fetch = self.seen(transport.fetch)
 
     def seen(self, get: Any) -> Any:
@@ -327,8 +327,8 @@ def gathered_bytes(task: ComparisonRun) -> dict[str, Any]:
         running._run[each.kind](each)
         if each.kind == "F":
             facts = {"after forward": watch.bytes(), "gathered in forward": watch.total, "at once": watch.peak}
-    wired = isinstance(executor.weights.carrier, CollectiveTransport)
-    assert wired != isinstance(executor.weights.carrier, SharedTransport)
+    wired = isinstance(executor.weights.transport, CollectiveTransport)
+    assert wired != isinstance(executor.weights.transport, SharedTransport)
     return {**facts, "in backward": watch.peak, "after": watch.bytes(), "largest": watch.largest, "wired": wired}
 
 
@@ -349,7 +349,7 @@ def copied(task: ComparisonRun) -> Counter[tuple[str, str]]:
     """How often a step copies each weight together, and deals its gradient out."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
-    transport = running.executors[0].weights.carrier
+    transport = running.executors[0].weights.transport
     assert isinstance(transport, SharedTransport)
     counts: Counter[tuple[str, str]] = Counter()
     fetch, give = transport.fetch, transport.give

@@ -165,21 +165,21 @@ NETS: dict[str, Callable[[], Case]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A subject and its one-process runs, for as many plans as there are."""
+    """A workload and its one-process runs, for as many plans as there are."""
 
-    subject: Workload
+    workload: Workload
     reference: Reference
 
     @property
     def paths(self) -> list[str]:
-        return [op.path for op in self.subject.graph.ops]
+        return [op.path for op in self.workload.graph.ops]
 
     def plan(self, firsts: Sequence[str], *, places: int, microbatches: int, schedule: str) -> Plan:
         """Stages that begin at these ops, in turn on so many ranks."""
         stages = [Stage(first=first, ranks=(k % places,), mesh=Mesh.of(data=1)) for k, first in enumerate(firsts)]
         return Plan(
-            graph=self.subject.graph.hash,
-            batch=self.subject.batch,
+            graph=self.workload.graph.hash,
+            batch=self.workload.batch,
             mesh=Mesh.of(data=1),
             inputs={"data": "batch"},
             stages=tuple(stages),
@@ -188,7 +188,7 @@ class Judge:
         )
 
     def verdict(self, plan: Plan) -> Verdict:
-        found = verify(self.subject, plan, Alone() if plan.size == 1 else pool(plan.size), reference=self.reference)
+        found = verify(self.workload, plan, Alone() if plan.size == 1 else pool(plan.size), reference=self.reference)
         assert found is not None
         return found
 
@@ -209,7 +209,7 @@ class Alone:
 
 def _judge(case: Case, graph: Any) -> Judge:
     seen = Workload(text="a net", case=case, graph=graph)
-    return Judge(subject=seen, reference=Reference(subject=seen, steps=2))
+    return Judge(workload=seen, reference=Reference(workload=seen, steps=2))
 
 
 @cache

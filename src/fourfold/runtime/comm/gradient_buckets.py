@@ -1,7 +1,8 @@
 """Sums of gradients over replicated axes by collectives, started while backward still runs.
 
-The list says which gradients share a bucket, and the order of the buckets: each leaves when its last gradient has come and
-those before it have left, on all ranks alike. A gradient that is alone in its bucket is summed where it lies, without a copy.
+The list says which gradients share a bucket, and the order of the buckets. A bucket is launched when its last gradient is
+complete and all earlier buckets have been launched, so the order is the same on all ranks. A gradient alone in its bucket is
+summed in place, without a copy.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class GradientBuckets:
         return [bucket.flat for bucket in self.buckets if bucket.flat is not None]
 
     def finish(self) -> None:
-        """Launch what is left (a parameter no sample reached has gradient zero) and wait for all."""
+        """Launch the remaining buckets (a parameter without a gradient counts as zero) and wait for all."""
         for bucket in self.buckets[self.launched :]:
             self._launch(bucket)
         for key, work in self.works:

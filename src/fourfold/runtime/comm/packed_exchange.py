@@ -1,7 +1,7 @@
 """Several tensors exchanged in one collective.
 
-A layer's weight and bias, or the biases of ten small layers, cost a collective each if they travel alone, and the time of a
-small one is latency. A parcel packs them into one message per peer.
+A layer's weight and bias, or the biases of ten small layers, would take a collective each, and the time of a small collective
+is latency. A packed exchange sends them as one message per peer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedExchange:
         self.path = world.paths.several(steps, axes, world.rank)
 
     def launch(self, tensors: Sequence[Tensor]) -> FinishAll:
-        """Start; the answer waits and gives the results."""
+        """Start; the returned function waits and returns the results."""
         pieces = [
             take(tensor, given.spans).reshape(-1)
             for k, column in enumerate(zip(*self.gives, strict=True))
@@ -63,7 +63,7 @@ class PackedExchange:
         return finish
 
     def _own(self, number: int, tensor: Tensor) -> Tensor:
-        """A result with what this rank gives itself."""
+        """A result that holds this rank's own part already."""
         shape, add = self.shapes[number], not self.tiled[number]
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = self.takes[number][self.me], self.gives[number][self.me]

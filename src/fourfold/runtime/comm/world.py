@@ -1,6 +1,6 @@
-"""The ranks this process works with: process groups along mesh axes, the device, and this rank's place.
+"""Process groups along mesh axes, the device, and this rank's coordinates.
 
-Which way a message takes is `paths`, made from the plan's policy and from where the processes run (`running_placement`).
+`paths` chooses how each message is sent, from the plan's policy and from where the processes run (`running_placement`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TIMEOUT = datetime.timedelta(seconds=collective_seconds())
 class World:
     """This rank on a mesh. Groups are made once, in the same order on every rank.
 
-    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them. `paths`: which way
-    messages take; without them, none goes through shared memory. `journal`: where they are written down.
+    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them. `paths`: how
+    messages are sent; by default none goes through shared memory. `journal`: records them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class World:
             self._make("inline", axes)
 
     def along(self, placement: Placement, policy: Policy, journal: Journal) -> World:
-        """The same groups for another run, whose messages may take other ways."""
+        """The same groups for another run, whose messages may be sent otherwise."""
         out = copy.copy(self)
         out.paths, out.journal = Paths(self.mesh, self.ranks, placement, policy), journal
         return out
@@ -86,7 +86,7 @@ class World:
 
     @staticmethod
     def started(mesh: Mesh, device: torch.device) -> None:
-        """Join the processes that torchrun started, if it did and nobody has yet."""
+        """Initialise the process group of a torchrun, unless that was done."""
         if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
             if device.type == "cpu":
                 keep_memory()
@@ -150,7 +150,7 @@ class World:
         return self.shared_rows(axes).gather(tensor) if small else None
 
     def note(self, kind: str, path: str, axes: tuple[str, ...], size: int, name: str = "") -> None:
-        """Write a message down, if somebody asks for it."""
+        """Record a message, if the journal is recording."""
         if self.journal.records is not None:
             ranks = tuple(self.ranks[member] for member in self.members(axes))
             self.journal.note(kind, path=path, ranks=ranks, size=size, name=name)
@@ -208,7 +208,7 @@ _at_leave: list[Callable[[], None]] = []
 
 
 def at_leave(release: Callable[[], None]) -> None:
-    """Call a function before the groups are let go of: it releases what still uses them."""
+    """Call a function before the groups are destroyed; it releases what still uses them."""
     _at_leave.append(release)
 
 
@@ -225,13 +225,13 @@ def running_placement(device: torch.device, ranks: int) -> Placement:
 
 
 def here(ranks: int) -> Placement:
-    """Where the processors of this run's processes are."""
+    """Where the processes of this run are, as ranks on processors."""
     return running_placement(torch.device("cpu"), ranks)
 
 
 def leave() -> None:
-    """Let go of all groups and end their threads while the interpreter still runs. One that frees a message later, when it
-    has begun to end, brings the process down with it: of twenty pipelines under torchrun, four ended so."""
+    """Destroy all groups and end their threads while the interpreter still runs. A thread that frees a message after the
+    interpreter has begun to shut down crashes the process: of twenty pipelines under torchrun, four ended so."""
     for release in _at_leave:
         release()
     _shared.clear()

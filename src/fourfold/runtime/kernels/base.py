@@ -221,8 +221,9 @@ def is_split(step: Compute, loop: str) -> bool:
     return any(name == loop or name in tied for name in step.choice.values() if name is not None)
 
 
-def first_share(step: Compute, local: Local) -> bool:
-    """Whether this rank adds what must be added once along the axes that split a summed loop: the first with a share."""
+def adds_once(step: Compute, local: Local) -> bool:
+    """Whether this rank adds what must be added once (a bias) along the axes that split a summed loop: the first with a
+    share."""
     axes = step.axes_of("sum")
     if not axes:
         return True

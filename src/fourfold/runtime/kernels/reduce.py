@@ -1,8 +1,7 @@
-"""Reductions over divided dims: means, and those that are no sums, where every rank finds its own and a few numbers are
-joined.
+"""Reductions over divided dims: means, and reductions that are not sums. Every rank reduces its shard, and the ranks combine a
+few numbers.
 
-The results are the same on all ranks of the group, and so are their gradients: backward needs no more than what each rank
-holds, but for ties.
+Results and their gradients are the same on all ranks of the group, so backward communicates only to count ties.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ def _least(dtype: torch.dtype) -> float:
 
 
 def _top(x: Tensor, dims: list[int]) -> Tensor:
-    """The maximum over dims, kept; the least value there is where a shard holds nothing."""
+    """The maximum over dims, with keepdim; the dtype's lowest value for an empty shard."""
     if all(x.shape[d] for d in dims):
         return x.amax(dims, keepdim=True)
     return x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _least(x.dtype))
 
 
 def _shaped(y: Tensor, dims: list[int], keepdim: bool) -> Tensor:
-    """Without the reduced dims, if the op drops them."""
+    """Without the reduced dims, unless the op has keepdim."""
     return y if keepdim else y.reshape([s for d, s in enumerate(y.shape) if d not in dims])
 
 
@@ -105,7 +104,7 @@ class Picked(torch.autograd.Function):
         return grads[0] * (place == mine), None, None, None, None
 
 
-def place_of(step: Compute, local: Local, dim: int) -> Tensor:
+def global_rows(step: Compute, local: Local, dim: int) -> Tensor:
     """Global numbers of the rows this rank holds of the first operand."""
     return torch.tensor(list(local.box(step.needs[0])[dim]), dtype=torch.long, device=local.device)
 
@@ -114,7 +113,7 @@ def place_of(step: Compute, local: Local, dim: int) -> Tensor:
 def picked(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
     detail = step.nest.detail
     (dim,), sign = detail["dims"], detail["sign"]
-    rows = place_of(step, local, dim)
+    rows = global_rows(step, local, dim)
 
     def run(x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         value, place = Picked.apply(x * sign, dim, rows, local.world, axes)  # type: ignore[no-untyped-call]
