@@ -32,7 +32,7 @@ from typing import Any
 
 from fourfold.calibrate.calibration import calibrated
 from fourfold.calibrate.kernels import ROUNDS, Rounds, arithmetic, samples
-from fourfold.calibrate.machine_speed import at_reference_speed, measure_speed
+from fourfold.calibrate.machine_speed import measure_speed, speed_exponent
 from fourfold.calibrate.measured_prices import measured_prices
 from fourfold.calibrate.robust_stats import interquartile_range
 from fourfold.cluster import Cluster, load_cluster, save_cluster
@@ -165,11 +165,11 @@ def felt_by(program: LoweredPlan, prices: Prices, found: Estimate, *, wire: bool
     """The power of the pace by which a step changes: from its prediction with kernels at a slower one, and its other parts."""
     slower = dict(prices.kernels)
     for key, sample in samples(program, {}).items():
-        time, factor = slower[key], SLOWER ** at_reference_speed(arithmetic(sample.kernel))
+        time, factor = slower[key], SLOWER ** speed_exponent(arithmetic(sample.kernel))
         slower[key] = replace(time, forward=time.forward * factor, backward=time.backward * factor)
     longer = estimate(program, replace(prices, kernels=slower), optimizer=OPTIMIZER).step_seconds
     others = sum(found.breakdown[term] for term in ("update", *(EXCHANGES if not wire else ()))) / found.step_seconds
-    return math.log(longer / found.step_seconds) / math.log(SLOWER) + others * at_reference_speed()
+    return math.log(longer / found.step_seconds) / math.log(SLOWER) + others * speed_exponent()
 
 
 def made(place: str, plan: str, seen: Workload, team: Ranks | TorchrunRanks) -> Plan:

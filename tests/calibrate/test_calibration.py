@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fourfold.calibrate import calibration, measured_prices
-from fourfold.calibrate.calibration import AT_ONCE, Progress, _SoFar, calibrated, drift, requests
+from fourfold.calibrate.calibration import AT_ONCE, Progress, _Measurements, calibrated, drift, requests
 from fourfold.calibrate.collectives import Effort, Found, measured, rates, waited
 from fourfold.calibrate.kernel_table import add_kernels, load_kernels
-from fourfold.calibrate.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, looked_at, samples, timed
-from fourfold.calibrate.machine_speed import LEAST_FELT, MOST_FELT, at_reference_speed, keep_pace, kept_pace, machine_name
+from fourfold.calibrate.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, samples, time_once, timed
+from fourfold.calibrate.machine_speed import LEAST_FELT, MOST_FELT, load_pace, machine_name, save_pace, speed_exponent
 from fourfold.calibrate.measured_prices import check_here, here, predict_on_ranks
 from fourfold.calibrate.robust_stats import interquartile_mean, strays
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_calibration, save_cluster
@@ -92,20 +92,20 @@ def test_local_is_what_was_calibrated_once_it_was(progress: list[Progress]) -> N
     ("before", "told"), [(0.0, 2.0), (0.9, 2.0), (0.96, 0.96), (1.0, 1.0), (3.0, 3.0), (3.1, 3.1), (4.0, 2.0)]
 )
 def test_a_calibration_is_told_at_the_pace_of_earlier_ones_unless_the_machine_has_changed(before: float, told: float) -> None:
-    so_far = _SoFar(local(2), 2, before)
+    so_far = _Measurements(local(2), 2, before)
     so_far.paces += [1.0, 2.0, 3.0, 9.0]
     assert so_far.pace == told
 
 
 def test_the_pace_is_kept_for_later_calibrations(progress: list[Progress]) -> None:
-    assert kept_pace() == progress[-1].cluster.kinds[0].pace > 0
+    assert load_pace() == progress[-1].cluster.kinds[0].pace > 0
     pace_file(machine_name()).write_text('{"seconds": "soon"}')
-    assert kept_pace() == 0.0, "a damaged file counts as missing"
-    keep_pace(progress[-1].cluster.kinds[0].pace)
+    assert load_pace() == 0.0, "a damaged file counts as missing"
+    save_pace(progress[-1].cluster.kinds[0].pace)
 
 
 def test_collectives_are_measured_again_until_the_middle_of_their_times_is_known() -> None:
-    so_far = _SoFar(local(2), 2, 1.0)
+    so_far = _Measurements(local(2), 2, 1.0)
     steady, straying = requests(["a", "a"])[:2]
     for k in range(6):
         so_far.next_round(1.0, [])
@@ -116,7 +116,7 @@ def test_collectives_are_measured_again_until_the_middle_of_their_times_is_known
 
 @pytest.mark.parametrize(("level", "told"), [("loopback", 4.0**LEAST_FELT), ("network", 1.0)])
 def test_exchanges_within_a_host_are_told_at_the_pace_and_others_as_they_were(level: str, told: float) -> None:
-    so_far = _SoFar(local(2), 2, 4.0)
+    so_far = _Measurements(local(2), 2, 4.0)
     request = replace(requests(["a", "a"])[0], level=level)
     so_far.next_round(1.0, [])
     so_far.add(request, 1.0, Found(points=((10.0, 1.0),), computing=()))
@@ -138,7 +138,7 @@ def test_an_exchange_is_timed_after_ever_more_computing() -> None:
 
 
 def test_where_ranks_take_turns_waits_are_told_with_the_curves() -> None:
-    so_far = _SoFar(local(4), 4, 1.0)
+    so_far = _Measurements(local(4), 4, 1.0)
     request = requests(["a"] * 4)[0]
     so_far.next_round(1.0, [])
     so_far.add(request, 1.0, Found(points=((10.0, 1.0),), computing=()))
@@ -151,7 +151,7 @@ def test_where_ranks_take_turns_waits_are_told_with_the_curves() -> None:
 
 def test_what_there_is_no_common_memory_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
-    so_far = _SoFar(local(2), 2, 1.0)
+    so_far = _Measurements(local(2), 2, 1.0)
     with Ranks(2) as ranks:
         so_far.next_round(1.0, ranks(rates))
         for request in requests(["a", "a"]):
@@ -171,7 +171,7 @@ def test_the_latency_of_the_first_size_is_not_taken_for_a_slow_link() -> None:
     ("points", "bandwidth"), [([(10.0, 1.0)], 10.0), ([(10.0, 2.0), (20.0, 2.0)], 10.0), ([(10.0, 1.0), (20.0, 3.0)], 5.0)]
 )
 def test_a_link_has_a_bandwidth_whatever_its_sends_took(points: list[tuple[float, float]], bandwidth: float) -> None:
-    so_far = _SoFar(local(2), 2, 1.0)
+    so_far = _Measurements(local(2), 2, 1.0)
     (send,) = [r for r in requests(["a", "a"]) if r.collective == "send"]
     so_far.next_round(1.0, [dict.fromkeys(("rate", "bandwidth", "launch", *(f"update_{one}" for one in OPTIMIZERS)), 1.0)])
     so_far.add(send, 1.0, Found(points=tuple(points), computing=()))
@@ -223,13 +223,13 @@ def test_kernels_told_at_another_pace_are_in_another_table() -> None:
 
 def test_kernels_are_told_at_the_pace_asked_for() -> None:
     wanted = some_kernels()[:3]
-    powers = {sample.kernel.key: at_reference_speed(arithmetic(sample.kernel)) for sample in wanted}
+    powers = {sample.kernel.key: speed_exponent(arithmetic(sample.kernel)) for sample in wanted}
     now = timed(pool(2), wanted, {}, Rounds(1, 1), 0.0)
     slow, slower = (timed(pool(2), wanted, {}, Rounds(5, 9), pace) for pace in (10.0, 1000.0))  # one bad moment is none
     for key, time in now.items():
         assert time.forward < slow[key].forward
         assert 0.2 < slower[key].forward / slow[key].forward / 100 ** powers[key] < 5
-    found = pool(2)(looked_at, wanted, {}, False)
+    found = pool(2)(time_once, wanted, {}, False)
     assert len(found[0]) == len(wanted) and not found[1], "a host's first rank answers for it"
     assert all(one.single is None for one in found[0])
 
@@ -275,7 +275,7 @@ def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
 
 def test_the_more_arithmetic_a_kernel_has_the_more_it_feels_the_pace() -> None:
     short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
-    powers = [at_reference_speed(arithmetic(replace(short, flops=flops))) for flops in (0.0, 1e6, 1e7, 1e8, 1e10)]
+    powers = [speed_exponent(arithmetic(replace(short, flops=flops))) for flops in (0.0, 1e6, 1e7, 1e8, 1e10)]
     assert powers == sorted(powers)
     assert LEAST_FELT <= powers[0] < 0.45 and 0.85 < powers[-1] <= MOST_FELT
 

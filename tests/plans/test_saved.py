@@ -129,11 +129,11 @@ def _observed(job: Job) -> list[Seen]:
     world = World(job.plan.mesh, rank=0, device=torch.device("cpu")) if one else world_of(job.plan.mesh)
 
     class Watching(Executor):
-        def _bound(self, size: int, action: Any) -> Any:
+        def _bind(self, size: int, action: Any) -> Any:
             if isinstance(action, Compute):
                 run = build(action, self.local)
                 return execute._compute(action, watched(action, run, world.coords, self.program, seen))
-            return super()._bound(size, action)
+            return super()._bind(size, action)
 
     def load(key: str, layout: Any) -> Tensor:
         part = cut(job.state[key], layout, world).clone()

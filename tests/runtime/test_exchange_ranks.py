@@ -75,14 +75,14 @@ def carried_out(cases: list[Case]) -> list[tuple[Any, ...]]:
     for exchange, x, gradient in cases:
         world = world_of(exchange.mesh)
         tensor = torch.from_numpy(x[world.rank]).requires_grad_()
-        result = runtime.moved(exchange, world)(tensor)
+        result = runtime.differentiable_mover(exchange, world)(tensor)
         result.backward(torch.from_numpy(gradient[world.rank]))
         assert tensor.grad is not None
         general = tensor.detach()
         for step in exchange.steps:
             axes = exchange.mesh.ordered({*step.axes, *step.source.sharded})
             plain = replace(step, pattern="all_to_all", axes=axes, dim=0)
-            general = runtime._bound(plain, world, "")(general)()
+            general = runtime._step_launcher(plain, world, "")(general)()
         out.append((result.detach().numpy(), general.numpy(), tensor.grad.numpy()))
     return out
 
@@ -119,7 +119,7 @@ def typed(exchange: Exchange, dtype: torch.dtype) -> tuple[Tensor, bool]:
     whole = whole > 3 if dtype == torch.bool else whole.to(dtype)
     part = runtime.take(whole, tuple(s.spans for s in exchange.source.box(world.coords)))
     expected = runtime.take(whole, tuple(s.spans for s in exchange.target.box(world.coords)))
-    got = runtime.moved(exchange, world)(part)
+    got = runtime.differentiable_mover(exchange, world)(part)
     return got, got.dtype == dtype and bool((got == expected).all())
 
 

@@ -19,7 +19,7 @@ from fourfold.plans.lists.comm_batches import Bucket, Gradient
 from fourfold.plans.lowering.program import Move, Repeat
 from fourfold.plans.spec.policy import DEFAULT
 from fourfold.runs.initial_tensors import cut
-from fourfold.runtime.comm.gradient_buckets import Gradients
+from fourfold.runtime.comm.gradient_buckets import GradientBuckets
 from fourfold.runtime.execution.executor import Executor
 from ranks import lists_of, pool, stepped, world_of
 from small import Subject, assert_equal, subject
@@ -89,7 +89,7 @@ def summed(bucket_bytes: int) -> dict[str, Any]:
     torch.manual_seed(0)
     parameters = {name: torch.randn(6, 6, dtype=torch.float64).requires_grad_() for name in ("first", "middle", "last")}
     parameters |= {name: torch.randn(6, 6, dtype=torch.float64).requires_grad_() for name in ("skipped", "unused")}
-    ready = Gradients(parameters, bucketed(parameters, most=bucket_bytes, last=0), world)
+    ready = GradientBuckets(parameters, bucketed(parameters, most=bucket_bytes, last=0), world)
     out = []
     for step in range(2):
         x = torch.full((3, 6), 1.0 + world.rank + step, dtype=torch.float64)
@@ -129,7 +129,7 @@ def chained(count: int) -> dict[str, list[int]]:
     """How many buckets were under way when each layer's gradient came."""
     world = world_of(Mesh.of(data=2))
     parameters = {f"p{i}": torch.eye(4, dtype=torch.float64).requires_grad_() for i in range(count)}
-    ready = Gradients(parameters, bucketed(parameters, most=1, last=0), world)
+    ready = GradientBuckets(parameters, bucketed(parameters, most=1, last=0), world)
     launched: list[int] = []
     for tensor in parameters.values():
         tensor.register_post_accumulate_grad_hook(lambda _: launched.append(ready.launched))

@@ -33,8 +33,8 @@ from fourfold.runs.comparison_run import ComparisonRun, execute_run, load_result
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
-from fourfold.runtime.zero.weight_transport import Gathered
-from fourfold.runtime.zero.zero3 import Note, Weights
+from fourfold.runtime.zero.weight_transport import GatheredWeight
+from fourfold.runtime.zero.zero3 import SavedView, Weights
 from fourfold.runtime.zero.zero3_collective import CollectiveTransport
 from fourfold.runtime.zero.zero3_shared import SharedTransport
 from ranks import between_hosts, pool
@@ -294,8 +294,8 @@ class Watch:
     def __init__(self, weights: Weights) -> None:
         self.alive: list[tuple[StorageWeakRef, int]] = []
         self.total = self.largest = self.peak = 0
-        carrier: Any = weights.carrier
-        carrier.fetch = self.seen(carrier.fetch)
+        transport: Any = weights.transport
+        transport.fetch = self.seen(transport.fetch)
 
     def seen(self, get: Any) -> Any:
         def got(*arguments: Any) -> Tensor:
@@ -327,8 +327,8 @@ def gathered_bytes(task: ComparisonRun) -> dict[str, Any]:
         running._run[each.kind](each)
         if each.kind == "F":
             facts = {"after forward": watch.bytes(), "gathered in forward": watch.total, "at once": watch.peak}
-    wired = isinstance(executor.weights.carrier, CollectiveTransport)
-    assert wired != isinstance(executor.weights.carrier, SharedTransport)
+    wired = isinstance(executor.weights.transport, CollectiveTransport)
+    assert wired != isinstance(executor.weights.transport, SharedTransport)
     return {**facts, "in backward": watch.peak, "after": watch.bytes(), "largest": watch.largest, "wired": wired}
 
 
@@ -349,20 +349,20 @@ def copied(task: ComparisonRun) -> Counter[tuple[str, str]]:
     """How often a step copies each weight together, and deals its gradient out."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
-    carrier = running.executors[0].weights.carrier
-    assert isinstance(carrier, SharedTransport)
+    transport = running.executors[0].weights.transport
+    assert isinstance(transport, SharedTransport)
     counts: Counter[tuple[str, str]] = Counter()
-    fetch, give = carrier.fetch, carrier.give
+    fetch, give = transport.fetch, transport.give
 
-    def fetched(weight: Gathered, source: Any = None) -> Tensor:
+    def fetched(weight: GatheredWeight, source: Any = None) -> Tensor:
         counts["fetch", weight.name] += 1
         return fetch(weight, source)
 
-    def given(weight: Gathered, grad: Tensor, target: Any = None) -> None:
+    def given(weight: GatheredWeight, grad: Tensor, target: Any = None) -> None:
         counts["give", weight.name] += 1
         give(weight, grad, target)
 
-    carrier.fetch, carrier.give = fetched, given  # type: ignore[method-assign]
+    transport.fetch, transport.give = fetched, given  # type: ignore[method-assign]
     running.forward_backward(dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True)))
     return counts
 
@@ -391,9 +391,9 @@ def saved(task: ComparisonRun) -> set[tuple[str, str]]:
 
     def packed(tensor: Tensor) -> Any:
         out = pack(tensor)
-        if isinstance(out, Note):
+        if isinstance(out, SavedView):
             assert weights.running is not None
-            found.add((weights.running.op.path, out.gathered.name))
+            found.add((weights.running.op.path, out.weight.name))
         return out
 
     weights._pack = packed  # type: ignore[method-assign]
@@ -433,7 +433,7 @@ def kept_secretly(task: ComparisonRun) -> None:
     with weights.forward(task.plan.sizes[0]):
         weights.running = step
         fetch = next(a for a in running.lists[0, task.plan.sizes[0]].forward if isinstance(a, Fetch))
-        Doubled.apply(weights.fetched(fetch, running.executors[0].state[fetch.move.source]))
+        Doubled.apply(weights.fetch(fetch, running.executors[0].state[fetch.move.source]))
 
 
 def test_a_weight_that_an_op_keeps_beyond_its_rule_is_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from fourfold.calibrate.collectives import FULL, Effort, Found, Request, measured, rates, waited
 from fourfold.calibrate.kernels import Sample, Timing
-from fourfold.calibrate.machine_speed import at_reference_speed, keep_pace, kept_pace, measure_speed
+from fourfold.calibrate.machine_speed import load_pace, measure_speed, save_pace, speed_exponent
 from fourfold.calibrate.robust_stats import interquartile_mean, interquartile_range, strays
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, Waits, local
 from fourfold.cluster.local import usable_cores
@@ -55,7 +55,7 @@ def calibrated(
     hosts = ranks(host_of_this_process)
     wanted, timing = requests(hosts), Timing(kernels, {})
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
-    so_far = _SoFar(replace(_described(hosts, name), about=told), ranks.count, ranks(kept_pace)[0])
+    so_far = _Measurements(replace(_described(hosts, name), about=told), ranks.count, ranks(load_pace)[0])
     done, of = 0, effort.rounds * (1 + len(wanted) + len(_parts(timing.wanted)))
 
     def progress(words: str) -> Progress:
@@ -85,7 +85,7 @@ def calibrated(
             timing.take(ranks, part, alone=every)
             done += 1
     if is_leader():
-        keep_pace(_rounded(so_far.pace))
+        save_pace(_rounded(so_far.pace))
     done = of
     yield progress("")
 
@@ -95,9 +95,8 @@ def _parts(kernels: Sequence[Sample]) -> list[Sequence[Sample]]:
     return [kernels[k : k + AT_ONCE] for k in range(0, len(kernels), AT_ONCE)]
 
 
-class _SoFar:
-    """What a calibration has found until now. Times are told at one pace of the machine: each is multiplied by that over the
-    pace of its own moment, to the power by which it is felt (`calibrate.machine_speed`)."""
+class _Measurements:
+    """The measurements of a calibration so far. Times are normalised to one pace of the machine (`calibrate.machine_speed`)."""
 
     def __init__(self, base: Cluster, ranks: int, before: float) -> None:
         self.base, self.ranks, self.before = base, ranks, before
@@ -164,12 +163,12 @@ class _SoFar:
 
     def _speed(self, request: Request, pace: float) -> float:
         """What makes a time of a moment one at the pace: cores carry exchanges within a host; a wire keeps its own pace."""
-        return (self.pace / pace) ** (at_reference_speed() if request.level == LOOPBACK else 0.0)
+        return (self.pace / pace) ** (speed_exponent() if request.level == LOOPBACK else 0.0)
 
     def _waits(self, request: Request) -> Waits:
         rounds = [
             [
-                (busy * (self.pace / pace) ** at_reference_speed(1.0), seconds * self._speed(request, pace))
+                (busy * (self.pace / pace) ** speed_exponent(1.0), seconds * self._speed(request, pace))
                 for busy, seconds in found
             ]
             for pace, found in self.stretches[request]
@@ -206,7 +205,7 @@ class _SoFar:
 def _at(fact: Mapping[str, float], longer: float) -> dict[str, float]:
     """Rates at a pace that takes longer by a factor; of them `launch` alone is a time, `rate` alone that of arithmetic."""
     return {
-        name: value * longer ** (at_reference_speed() if name == "launch" else -at_reference_speed(float(name == "rate")))
+        name: value * longer ** (speed_exponent() if name == "launch" else -speed_exponent(float(name == "rate")))
         for name, value in fact.items()
     }
 
@@ -274,12 +273,12 @@ def _rounded(number: float) -> float:
 
 def _device_facts(facts: list[dict[str, float]], cores: int, ranks: int) -> dict[str, Any]:
     """The device's fields from what its ranks reached; a shared processor's are those of all its cores."""
-    interquartile_mean = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
-    rate, crowd = interquartile_mean["rate"] * cores, max(1.0, ranks / max(cores, 1))
+    medians = {key: _rounded(statistics.median(fact[key] for fact in facts)) for key in facts[0]}
+    rate, crowd = medians["rate"] * cores, max(1.0, ranks / max(cores, 1))
     return {
         "rates": (("fp64", crowd * rate / 2), ("fp32", crowd * rate), ("bf16", crowd * rate)),
-        "bandwidth": crowd * interquartile_mean["bandwidth"] * cores,
-        "launch": interquartile_mean["launch"] / crowd,
-        "updates": tuple((name, crowd * interquartile_mean[f"update_{name}"]) for name in OPTIMIZERS),
+        "bandwidth": crowd * medians["bandwidth"] * cores,
+        "launch": medians["launch"] / crowd,
+        "updates": tuple((name, crowd * medians[f"update_{name}"]) for name in OPTIMIZERS),
         "sources": Sources(whole="calibration, all ranks busy", single=(("rate_fp64", "half of fp32"),)),
     }

@@ -34,7 +34,7 @@ from fourfold.runtime.comm.shared.memory import SharedRows
 from fourfold.runtime.comm.shared.sums import SharedSum
 from fourfold.runtime.comm.world import World, running_placement
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.zero.weight_transport import Gathered
+from fourfold.runtime.zero.weight_transport import GatheredWeight
 from fourfold.runtime.zero.zero3_shared import SharedTransport
 
 T = TypeVar("T")
@@ -278,8 +278,8 @@ def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
 
 def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:
     if kind == "shared_gather":
-        board = _if_room(lambda: SharedRows.open(group, 60.0, DEFAULT.small_bytes))
-        return lambda size: None if board is None else lambda: board.gather(torch.zeros(max(size // 4, 1)))
+        rows = _if_room(lambda: SharedRows.open(group, 60.0, DEFAULT.small_bytes))
+        return lambda size: None if rows is None else lambda: rows.gather(torch.zeros(max(size // 4, 1)))
     if kind in OWN:
         return lambda size: _divided(kind, world, -(-size // 4))
 
@@ -306,21 +306,21 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     exchange = Exchange(world.mesh, whole.fully_sharded(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
     shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
     moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
-    weights = [Gathered(move, (numel,), shards[move.value]) for move in moves]
+    weights = [GatheredWeight(move, (numel,), shards[move.value]) for move in moves]
     ring = min(RING_BYTES, 2 * PLACES * gradient_bytes(exchange.adjoint.steps[0], 4))
-    carrier = _if_room(lambda: SharedTransport(weights, shards, world, ring))
-    if carrier is None:
+    transport = _if_room(lambda: SharedTransport(weights, shards, world, ring))
+    if transport is None:
         return None
     gradients = [torch.zeros(numel) for _ in weights]
 
     def fetch() -> None:
         for weight in weights:
-            carrier.fetch(weight)
+            transport.fetch(weight)
 
     def give() -> None:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.shard.grad = None
-            carrier.give(weight, gradient)
+            transport.give(weight, gradient)
 
     if kind == "shared_fetch":
         return fetch

@@ -1,14 +1,13 @@
 """Kernels timed on this machine: each local op of a program run by itself, as the runtime would run it, forward and backward.
 
-Kernels that exchange something inside are timed on a rank that meets only itself: their communication is priced apart. A
-kernel is run on one rank of every host, then on all: the ratio is what a busy machine costs. Ranks that outnumber cores take
-turns, which the replay knows: of them, with a thread each, the time at work counts, which is longer too, because they share
-caches.
+Kernels that communicate inside are timed as a group of one rank: their communication is priced separately. A kernel runs on one
+rank of every host, then on all ranks; the ratio is the slowdown of a busy machine. When ranks outnumber cores, per-thread CPU
+time is used, because the replay already models how ranks take turns; that time is longer too, since they share caches.
 
-Caches are as in a step: weights and what was saved are not in them, what the op before has made is. A time is the mean of
+Caches are as in a step: weights and saved tensors are not in them, the output of the op before is. A time is the mean of
 repetitions without the longest (a step is a sum: medians would leave out what is rare for one kernel and common for hundreds).
-Machines have bad moments of seconds: all kernels are gone through several times, those that stray more often, and of their
-times the middle half counts.
+Machines have slow seconds, so all kernels are timed in several rounds, those whose times spread more often, and the
+interquartile mean counts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from fourfold.calibrate.collectives import FULL
 from fourfold.calibrate.kernel_table import rounded
-from fourfold.calibrate.machine_speed import MachineSpeed, at_reference_speed, by_host, with_a_core_each
+from fourfold.calibrate.machine_speed import MachineSpeed, one_rank_per_core, ranks_by_host, speed_exponent
 from fourfold.calibrate.robust_stats import KNOWN, interquartile_mean, interquartile_range, strays
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
@@ -103,7 +102,7 @@ def samples(lowered: LoweredPlan, dtypes: Mapping[str, str], known: Iterable[str
 
 
 class Alone(World):
-    """A member of a mesh that meets only itself."""
+    """A member of a mesh whose collectives run on itself alone."""
 
     def __init__(self, mesh: Mesh, member: int, device: torch.device, group: Any) -> None:
         super().__init__(mesh, rank=member, device=device)
@@ -127,20 +126,20 @@ class Timing:
 
     def __init__(self, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype]) -> None:
         self.wanted, self.dtypes = list(wanted), dtypes
-        self._powers = {sample.kernel.key: at_reference_speed(arithmetic(sample.kernel)) for sample in self.wanted}
+        self._powers = {sample.kernel.key: speed_exponent(arithmetic(sample.kernel)) for sample in self.wanted}
         self._found: list[Found] = []
 
     def take(self, ranks: RankPool, some: Sequence[Sample], *, alone: bool) -> None:
         """Time some of them once more: in a crowd, and alone too."""
-        self._found += ranks(looked_at, some, self.dtypes, alone)[0]
+        self._found += ranks(time_once, some, self.dtypes, alone)[0]
 
     def unsure(self, pace: float) -> list[Sample]:
-        """Those whose times at a pace are not known yet."""
+        """The kernels whose times, normalised to a pace, still spread too far."""
         told = self._told(pace)
         return [sample for sample in self.wanted if told[sample.kernel.key].strays]
 
     def times(self, pace: float) -> dict[str, KernelTime]:
-        """By key, told at a pace of the machine (`calibrate.machine_speed`; 0: as it was)."""
+        """By key, normalised to a pace of the machine (`calibrate.machine_speed`; 0: not normalised)."""
         return {key: told.joined() for key, told in self._told(pace).items()}
 
     def _told(self, pace: float) -> dict[str, _Told]:
@@ -158,7 +157,7 @@ class Timing:
 def timed(
     ranks: RankPool, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds, pace: float
 ) -> dict[str, KernelTime]:
-    """The times of kernels on the machine the ranks run on, told at a pace of it."""
+    """The times of kernels on the machine the ranks run on, normalised to a pace of it."""
     timing = Timing(wanted, dtypes)
     for number in range(rounds.most):
         again = timing.wanted if number < rounds.least else timing.unsure(pace)
@@ -168,11 +167,11 @@ def timed(
     return timing.times(pace)
 
 
-def looked_at(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone: bool) -> list[Found]:
+def time_once(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone: bool) -> list[Found]:
     """Kernels timed once, on the first ranks of hosts; all ranks of the process group must call with the same list."""
     own = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
-    hosts = by_host()
-    crowd, group = with_a_core_each(hosts)
+    hosts = ranks_by_host()
+    crowd, group = one_rank_per_core(hosts)
     me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], MachineSpeed()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
@@ -213,7 +212,7 @@ class _Times:
         return self.forward + self.backward
 
     def at(self, calm: float, power: float) -> _Times:
-        """As they would be at a pace, given how calm the moment was by it; calm moments tell more."""
+        """Normalised: `calm` is the reference pace over the pace now. Calm moments weigh more."""
         return _Times(self.forward * calm**power, self.backward * calm**power, calm**CALM)
 
 

@@ -1,10 +1,10 @@
-"""How fast a machine is just now: the time of the same piece of work, on as many ranks as it has cores.
+"""How fast a machine is now: the seconds of a fixed piece of work (its pace), on as many ranks as it has cores.
 
-Shared machines have slow minutes. A kernel timed in one of them would make every prediction too long, so kernels are told at
-the pace of the better moments that the calibration saw, which looks again and again over a minute: times are multiplied by that
-over the pace of their own moment, to a power. The work is arithmetic, which suffers most: where the machine took 1.6 times as
-long for it, convolutions and products did by 1.45, kernels that move bytes or little else than enter autograd by 1.15.
-Times compare only if they are told at one pace, so it is kept: later calibrations of the machine ask for it.
+Shared machines have slow minutes, and a kernel timed in one of them would make every prediction too long. So times are
+normalised to the pace of the faster quarter of the moments that the calibration saw: t (reference / now)^k, with k = 0.4 for
+kernels that move bytes and 0.9 for arithmetic. The work is arithmetic, which slows down most: where it took 1.6 times as long,
+convolutions and products took 1.45 times, kernels that mostly move bytes or enter autograd 1.15 times. Times compare only at
+one pace, so the reference pace is stored, and later calibrations of the machine read it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fourfold.cluster.cache import pace_file, read_cached, write_cached
 from fourfold.cluster.local import usable_cores
 from fourfold.runtime.comm.shared.memory import host_of_this_process
 
-VERSION = 1  # of the file that keeps the pace
-LOOKS = 10  # at the pace, each time a calibration asks
-LEAST_FELT, MOST_FELT = 0.4, 0.9  # powers of the pace: of times without arithmetic, and of arithmetic alone
+VERSION = 1  # of the file that stores the pace
+LOOKS = 10  # measurements of the pace, each time a calibration asks
+LEAST_FELT, MOST_FELT = 0.4, 0.9  # exponents k: of times without arithmetic, and of arithmetic alone
 
 
 class MachineSpeed:
@@ -44,8 +44,8 @@ class MachineSpeed:
         return time.perf_counter() - begun
 
 
-def at_reference_speed(arithmetic: float = 0.0) -> float:
-    """The power of the pace by which a time changes, given the share of arithmetic in it."""
+def speed_exponent(arithmetic: float = 0.0) -> float:
+    """The exponent k of a time, by the share of arithmetic in it."""
     return LEAST_FELT + (MOST_FELT - LEAST_FELT) * arithmetic
 
 
@@ -62,35 +62,35 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def kept_pace() -> float:
-    """The pace at which times of this machine were told until now; 0 if none were, or if its file is damaged."""
+def load_pace() -> float:
+    """The stored reference pace of this machine; 0 if there is none, or if its file is damaged."""
     name = machine_name()
     found = read_cached(pace_file(name), VERSION)
     seconds = found.get("seconds") if found is not None and found.get("about") == name else None
     return seconds if isinstance(seconds, float) else 0.0
 
 
-def keep_pace(pace: float) -> None:
+def save_pace(pace: float) -> None:
     name = machine_name()
     write_cached(pace_file(name), VERSION, {"about": name, "seconds": pace})
 
 
-def by_host() -> list[list[int]]:
+def ranks_by_host() -> list[list[int]]:
     """The ranks of each host. All ranks must call."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, host_of_this_process())
     return [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
 
 
-def with_a_core_each(hosts: list[list[int]]) -> tuple[list[list[int]], Any]:
-    """By host, as many of its ranks as it has cores; and the group of all of them. All ranks must call."""
+def one_rank_per_core(hosts: list[list[int]]) -> tuple[list[list[int]], Any]:
+    """By host, as many of its ranks as it has cores; and the process group of all these. All ranks must call."""
     found = [ranks[: usable_cores()] for ranks in hosts]
     return found, dist.new_group(sorted(rank for ranks in found for rank in ranks))
 
 
 def measure_speed() -> float:
     """The pace of this rank's host, 0 on ranks that have no core of their own; all ranks must call."""
-    crowd, group = with_a_core_each(by_host())
+    crowd, group = one_rank_per_core(ranks_by_host())
     times = []
     if any(dist.get_rank() in ranks for ranks in crowd):
         work = MachineSpeed()

@@ -1,5 +1,5 @@
-"""What counts of times taken at several moments: the middle half. One bad moment does not matter, and a mean of what is left
-repeats better than a median of few. Moments may weigh differently: then it is the half by weight."""
+"""Statistics of repeated timings that one slow moment does not move: the interquartile mean, which repeats better than the
+median of a few, and the interquartile range. Timings may be weighted; the middle half is then half of the weight."""
 
 from __future__ import annotations
 
@@ -29,5 +29,6 @@ def interquartile_range(times: Iterable[float]) -> float:
 
 
 def strays(times: Sequence[float], known: float = KNOWN) -> bool:
-    """Whether the middle is not known yet; the quartiles of few times lie about one deviation apart."""
+    """Whether the interquartile mean is not yet known to the relative error `known`. The quartiles of a few timings lie about
+    one standard deviation apart."""
     return interquartile_range(times) > known * math.sqrt(len(times)) * interquartile_mean(times)

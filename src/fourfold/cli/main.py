@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from fourfold.errors import Error, InvalidInput, WorkerFailed
-from fourfold.runtime.host.peers import end_with_torchrun, first_to_speak, lost_rank, started_by_torchrun
+from fourfold.runtime.host.peers import end_with_torchrun, lost_rank, reports_first, started_by_torchrun
 
 OURS, INTERRUPTED = 70, 130
 LATER_SECONDS = 0.05  # until an interrupt is tried again
@@ -197,7 +197,7 @@ def _report_interrupt() -> int:
 
 
 def _print_line(text: str, code: int) -> int:
-    if first_to_speak():
+    if reports_first():
         print(f"fourfold: {' '.join(text.split())}", file=sys.stderr)
     return code
 

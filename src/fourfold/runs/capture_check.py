@@ -1,7 +1,7 @@
 """Two eager steps against the captured graph, so that what capture lost without a trace is found before a run begins.
 
-`graph/export_watch.py` refuses what it sees. Hooks on `grad_fn` nodes and state outside of the module it cannot see; they show
-in the numbers, the state in the second step. The module and the program on one rank take two steps from the same weights
+`graph/export_watch.py` refuses what it detects. Hooks on `grad_fn` nodes and state outside of the module it cannot detect; they
+show in the numbers, the state in the second step. The module and the program on one rank take two steps from the same weights
 with the same two samples each, in float64, and must agree within 1e-6, or within ten times what rounding alone does to the
 module. Larger models than `MOST_FLOPS` and `MOST_BYTES` are not checked, nor are those on meta, and the answer says so.
 """
@@ -79,7 +79,7 @@ def _why_not(workload: Workload) -> str | None:
 
 
 def _few(workload: Workload) -> tuple[Workload, list[Tensor]]:
-    """The subject with its first samples only, where the graph leaves the batch open, and others for the second step."""
+    """The workload with its first samples only, where the graph leaves the batch open, and others for the second step."""
     graph, case = workload.graph, workload.case
     names = (*graph.inputs, *graph.targets)
     rows = [graph.batch_dim(name) if graph.batch is None else None for name in names]

@@ -1,6 +1,4 @@
-"""A short training run on given ranks, with everything that can be compared kept: the common half of `verify` and of the
-tests.
-"""
+"""A short training run on some ranks that returns everything `verify` and the tests compare."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from fourfold.workload.workload import stored_tensors
 
 @dataclass(kw_only=True)
 class RunResult:
-    """What a run showed. Gradients and outputs of the first step; state after the last."""
+    """The results of a run. Gradients and outputs of the first step; state after the last."""
 
     losses: list[float] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -55,7 +53,7 @@ class ComparisonRun:
     precision: str = "fp64"
     optimizer: str = "sgd"
     steps: int = 3
-    result: str = ""  # where rank 0 puts the Trial
+    result: str = ""  # where rank 0 writes the RunResult
     measured: bool = False  # whether a few more steps shall show memory and waiting
 
 

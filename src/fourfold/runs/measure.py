@@ -1,7 +1,6 @@
-"""What a few more steps show of a run that is over: the peak of memory and, where there are stages, who waits how long.
+"""Peak memory and, with stages, the waiting time of each rank, measured in a few more steps after a run.
 
-Profiling slows a step down, so it is done after the steps that are timed. These steps train on: what they leave behind is
-not looked at.
+Profiling slows a step down, so it is done after the timed steps. These steps train on, and nothing reads their results.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def parallelize(
     if graph is None:
         found = graph = capture(model, *examples(plan, model), loss)
         plan.check(graph)
-        reason = refuse_together(lambda: _example_subject(model, plan, found, loss), from_first_rank) if check else None
+        reason = refuse_together(lambda: _example_workload(model, plan, found, loss), from_first_rank) if check else None
         notes += [reason] if reason is not None else []
     if not dist.is_initialized() or dist.get_rank() == 0:
         for note in notes:
@@ -78,7 +78,7 @@ def parallelize(
     return Parallel(model, plan, graph, loss=loss, optimizer=optimizer, device=device, seed=seed)
 
 
-def _example_subject(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> Workload:
+def _example_workload(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | None) -> Workload:
     """The model with a few made-up samples; all of the batch where it cannot be another."""
     generator = torch.Generator().manual_seed(0)
     few = plan.batch if graph.batch is not None else min(plan.batch, 2 * SAMPLES)
@@ -245,7 +245,7 @@ class Parallel:
     def _whole_state(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Whole tensors by the name of each and the graph's key for it."""
         aliases, held = dict(self.graph.aliases), whole_state(self._runner)
-        load, whole = self._loader(self._runner.everyone), WithLoss(self._model, self._loss).state_dict()
+        load, whole = self._loader(self._runner.world), WithLoss(self._model, self._loss).state_dict()
         shapes = {key.removeprefix("model."): value.shape for key, value in whole.items()}
         return {
             name: held[kept].clone() if (kept := aliases.get(key, key)) in held else load(key, Layout.same(shapes[key]))

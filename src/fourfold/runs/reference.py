@@ -1,7 +1,7 @@
 """What one device computes: the runs that `verify` compares with.
 
 The reference is the eager module itself, in the modes the user left it in. Where the graph draws random numbers or casts to
-float32 by name, the eager module runs under `replay.py`, which gives it the masks of the plan and takes float64 for float32.
+float32 by name, the eager module runs under `eager_replay`, which draws the plan's masks and replaces float32 by float64.
 Where that cannot be done, the reference is the program on one rank, and the verdict says so.
 
 Micro-batches change nothing but batch norm's statistics, buffers that forward updates and the masks drawn. A model with such
@@ -40,7 +40,7 @@ EAGER, PROGRAM = "eager", "one rank of Fourfold"
 
 @dataclass(kw_only=True)
 class Reference:
-    """The one-process runs of one subject, each made when first asked for. The module's own state is put back after each."""
+    """The one-process runs of one workload, each run on first use. The module's own state is restored after each."""
 
     workload: Workload
     optimizer: str = "sgd"

@@ -1,4 +1,4 @@
-"""The plain training loop: a plan run step by step on a crew of ranks.
+"""The plain training loop: a plan run step by step on a pool of ranks.
 
 Each step has a fresh batch. Of a set of examples, it is the next part of an epoch's order, drawn anew for each epoch; made up,
 it looks like the model's own example: normal numbers of its mean and deviation, integers of its range. Every rank draws the
@@ -183,7 +183,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _like(example: Tensor, generator: torch.Generator) -> Tensor:
-    """Fresh numbers with the looks of an example."""
+    """Random numbers with an example's shape, dtype and range."""
     if example.is_floating_point():
         noise = torch.randn(example.shape, generator=generator)
         wide = example.float()
@@ -195,7 +195,7 @@ def _like(example: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(low, high + 1, example.shape, generator=generator, dtype=example.dtype)
 
 
-_running: dict[str, Trainer] = {}  # of this process: a rank is told its task once, then to go step by step
+_running: dict[str, Trainer] = {}  # of this process, by name: a rank gets its task once, then runs it step by step
 
 
 def begin(task: ComparisonRun, seed: int, name: str = NOW) -> None:

@@ -1,8 +1,8 @@
 """Exchanges on real tensors: each `plans.layout.exchange.Step` bound to this rank, and the autograd function that runs it with
 its adjoint.
 
-What to send, where it lies and where it goes is worked out once, when a program is bound; a step then only copies and
-calls one collective.
+What to send, from where and to where is computed once, when a program is bound. A training step then only copies and calls
+one collective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fourfold.runtime.comm.world import World
 Mover = Callable[[Tensor], Tensor]
 Finish = Callable[[], Tensor]
 Launcher = Callable[[Tensor], Finish]
-"""Starts a move; what it returns waits for it and gives the result."""
+"""Starts an exchange; the returned function waits for it and returns the result."""
 Spans = tuple[tuple[tuple[int, int], ...], ...]
 
 _MANY_SPANS = 16  # beyond this an index tensor beats a chain of slices
@@ -82,7 +82,7 @@ def _index(pieces: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
 def launcher(exchange: Exchange, world: World, name: str = "") -> Launcher:
     """A function that starts this rank's part of an exchange; where it `overlaps`, its last collective runs while others
     compute. `name`: of the value, for the journal."""
-    *first, last = [_bound(step, world, name) for step in exchange.steps] or [_finished(lambda tensor: tensor)]
+    *first, last = [_step_launcher(step, world, name) for step in exchange.steps] or [_synchronous(lambda tensor: tensor)]
 
     def launch(tensor: Tensor) -> Finish:
         tensor = tensor.resolve_conj().resolve_neg()  # transports read memory, where a lazy conjugate is not
@@ -94,25 +94,25 @@ def launcher(exchange: Exchange, world: World, name: str = "") -> Launcher:
 
 
 def mover(exchange: Exchange, world: World, name: str = "") -> Mover:
-    """A function that carries this rank's part of an exchange out."""
+    """A function that runs this rank's part of an exchange."""
     launch = launcher(exchange, world, name)
     return lambda tensor: launch(tensor)()
 
 
-def _bound(step: Step, world: World, name: str) -> Launcher:
+def _step_launcher(step: Step, world: World, name: str) -> Launcher:
     if step.pattern == "local":
-        return _finished(_local(step, world))
+        return _synchronous(_local(step, world))
     if step.pattern == "all_reduce":
-        return _finished(_all_reduce(step, world, name))
+        return _synchronous(_all_reduce(step, world, name))
     if step.pattern == "all_gather":
         return _all_gather(step, world, name)
     if step.pattern == "reduce_scatter":
-        return _finished(_reduce_scatter(step, world, name))
+        return _synchronous(_reduce_scatter(step, world, name))
     return _all_to_all(step, world, name)
 
 
-def _finished(move: Mover) -> Launcher:
-    """A move that is done when it is started."""
+def _synchronous(move: Mover) -> Launcher:
+    """A launcher whose exchange is complete when it returns."""
 
     def launch(tensor: Tensor) -> Finish:
         out = move(tensor)
@@ -138,7 +138,7 @@ def _local(step: Step, world: World) -> Mover:
 
 
 def _all_reduce(step: Step, world: World, name: str) -> Mover:
-    world.group(step.axes)  # made now, by all ranks
+    world.group(step.axes)  # created now, because all ranks must take part
     return lambda tensor: world.summed(tensor, step.axes, name)
 
 
@@ -146,7 +146,7 @@ def _all_gather(step: Step, world: World, name: str) -> Launcher:
     group, count = world.group(step.axes), world.extent(step.axes)
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
-        return _finished(lambda tensor: tensor.new_zeros(shape))
+        return _synchronous(lambda tensor: tensor.new_zeros(shape))
     path = world.paths.one_to_all("all_gather", step.axes, world.rank, step.received_elements(world.rank))
 
     def launch(tensor: Tensor) -> Finish:
@@ -202,7 +202,7 @@ def _all_to_all(step: Step, world: World, name: str) -> Launcher:
     receives = [t.numel if t is not None and k != me else 0 for k, t in enumerate(incoming)]
     shape = step.target.local_shape(world.coords)
     silent = step.is_silent(world.rank)
-    group = world.group(step.axes)  # made by all ranks together, also where only other groups will use theirs
+    group = world.group(step.axes)  # all ranks must create groups together, even if only other groups will use theirs
     path = world.paths.several([step], step.axes, world.rank)
     add = not tiles([t for t in incoming if t is not None], shape)
 
@@ -242,7 +242,7 @@ def tiles(items: list[Transfer], shape: tuple[int, ...]) -> bool:
     return not any(all(len(x & y) for x, y in zip(a.box, b.box, strict=True)) for a, b in itertools.combinations(items, 2))
 
 
-class _Move(torch.autograd.Function):
+class _ExchangeFunction(torch.autograd.Function):
     """An exchange and, backward, its adjoint."""
 
     @staticmethod
@@ -256,14 +256,14 @@ class _Move(torch.autograd.Function):
         return ctx.move(grads[0]), None, None
 
 
-def moved(exchange: Exchange, world: World, name: str = "") -> Mover:
+def differentiable_mover(exchange: Exchange, world: World, name: str = "") -> Mover:
     """The differentiable exchange."""
-    launch = started(exchange, world, name)
+    launch = differentiable_launcher(exchange, world, name)
     return lambda tensor: launch(tensor)()
 
 
-def started(exchange: Exchange, world: World, name: str = "") -> Launcher:
-    """The differentiable exchange in two halves: start now, take the result when it is needed."""
+def differentiable_launcher(exchange: Exchange, world: World, name: str = "") -> Launcher:
+    """The differentiable exchange in two halves: start it now, wait when the result is needed."""
     forward, backward = launcher(exchange, world, name), mover(exchange.adjoint, world, name)
 
     def launch(tensor: Tensor) -> Finish:
@@ -273,6 +273,6 @@ def started(exchange: Exchange, world: World, name: str = "") -> Launcher:
     def apply(tensor: Tensor, finish: Finish) -> Tensor:
         if not is_inexact(tensor):
             return finish()
-        return _Move.apply(tensor, finish, backward)  # type: ignore[no-untyped-call]
+        return _ExchangeFunction.apply(tensor, finish, backward)  # type: ignore[no-untyped-call]
 
     return launch

@@ -1,10 +1,10 @@
-"""Large messages between hosts by gloo, with receives posted before sends.
+"""Large messages between hosts as gloo point-to-point sends, with receives posted before sends.
 
-gloo tells the other rank that a receive is posted over the connection that carries data. A rank that sends first says so behind
-its own data, and a link that could carry both ways at once carries one after the other: of 8 MiB each way between two hosts at
-1 Gbit/s, 67 ms on the wire, its all-to-all took 121 ms, its all-gather 98; with receives posted first both take 75. Its
-reduce-scatter is an all-reduce of the whole tensor, twice the bytes. Small messages, and all within a host, are better off with
-its collectives (1 KiB: 1.1 ms, by single messages 1.4). `plans.lists.paths` decides by that which of them takes which way.
+gloo announces a posted receive over the connection that carries data. If a rank sends first, the announcement queues behind its
+own data, and a full-duplex link carries the two directions one after the other: with 8 MiB each way between two hosts at 1
+Gbit/s (67 ms on the wire), gloo's all-to-all took 121 ms and its all-gather 98; with receives posted first both take 75. Its
+reduce-scatter is an all-reduce of the whole tensor, twice the bytes. Small messages, and all within a host, are faster by
+gloo's collectives (1 KiB: 1.1 ms against 1.4). `plans.lists.paths` chooses the path of each exchange by these figures.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fourfold.runtime.comm.world import all_gather_single, reduce_scatter_single
 
 
 class Flight:
-    """Tensors on their way from and to each rank of a group; empty ones do not travel. What is sent must not change before they
-    have come."""
+    """Sends to and receives from each rank of a group, in flight; empty tensors are not sent. A sent tensor must not change
+    before `wait` has returned."""
 
     def __init__(self, received: Iterable[Tensor], sent: Iterable[Tensor], group: Any) -> None:
         self.works: list[Any] = [dist.irecv(t, group=group, group_src=k) for k, t in enumerate(received) if t.numel()]
@@ -35,14 +35,14 @@ class Flight:
 def all_to_all(
     received: Tensor, packed: Tensor, receives: Sequence[int], sends: Sequence[int], group: Any, *, direct: bool
 ) -> Any:
-    """Flat tensors with so many elements from and for each rank, none for itself; `direct`: by single messages."""
+    """Exchange flat tensors, with numbers of elements per rank, 0 for this one; `direct`: by point-to-point messages."""
     if direct:
         return Flight(received.split(list(receives)), packed.split(list(sends)), group)
     return dist.all_to_all_single(received, packed, list(receives), list(sends), group=group, async_op=True)
 
 
 def all_gather(rows: Tensor, row: Tensor, group: Any, *, direct: bool) -> Any:
-    """Flat tensors of all ranks, one after the other; directly between two alone."""
+    """Gather the flat tensors of all ranks, one after the other; `direct` only between two ranks."""
     if not direct:
         return all_gather_single(rows.view(-1), row, group=group, async_op=True)
     me = dist.get_rank(group)
@@ -58,13 +58,13 @@ def reduce_scatter(out: Tensor, rows: Tensor, group: Any, *, direct: bool) -> No
         return
     me, count = dist.get_rank(group), dist.get_world_size(group)
     rows = rows.reshape(count, -1).contiguous()  # a view's rows may lie apart
-    came = [rows[k] if k == me else rows.new_empty(rows.shape[1]) for k in range(count)]
-    Flight(_others(came, me), _others(rows, me), group).wait()
-    total = out.view(-1).copy_(came[0])
-    for other in came[1:]:
+    received_rows = [rows[k] if k == me else rows.new_empty(rows.shape[1]) for k in range(count)]
+    Flight(_others(received_rows, me), _others(rows, me), group).wait()
+    total = out.view(-1).copy_(received_rows[0])
+    for other in received_rows[1:]:
         total += other
 
 
 def _others(rows: Iterable[Tensor], me: int) -> list[Tensor]:
-    """The rows, this rank's own empty."""
+    """The rows, with an empty one for this rank."""
     return [row[:0] if k == me else row for k, row in enumerate(rows)]

@@ -1,7 +1,8 @@
 """Sums of gradients over replicated axes by collectives, started while backward still runs.
 
-The list says which gradients share a bucket, and the order of the buckets: each leaves when its last gradient has come and
-those before it have left, on all ranks alike. A gradient that is alone in its bucket is summed where it lies, without a copy.
+The list says which gradients share a bucket, and the order of the buckets. A bucket is launched when its last gradient is
+complete and all earlier buckets have been launched, so the order is the same on all ranks. A gradient alone in its bucket is
+summed in place, without a copy.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ class _Bucket:
         self.flat: Tensor | None = None
 
 
-class Gradients:
+class GradientBuckets:
     """Sums the gradients of parameters, bucket by bucket."""
 
     def __init__(self, parameters: Mapping[str, Tensor], buckets: Sequence[Bucket], world: World) -> None:
         self.parameters, self.world = parameters, world
         self.buckets = [_Bucket(bucket) for bucket in buckets]
-        self.home = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.bucket_of = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
         self.works: list[tuple[str, Any]] = []
         self.launched = 0
         self.last = True  # whether the backward now running is the last to add to the gradients
-        for name in self.home:
+        for name in self.bucket_of:
             parameters[name].register_post_accumulate_grad_hook(self._ready(name))
 
     def _ready(self, name: str) -> Any:
-        bucket = self.buckets[self.home[name]]
+        bucket = self.buckets[self.bucket_of[name]]
 
         def hook(_: Tensor) -> None:
             if not self.last:
@@ -77,12 +78,12 @@ class Gradients:
             self.works.append((bucket.key, dist.all_reduce(flat, group=self.groups[bucket.axes], async_op=True)))
 
     @property
-    def kept(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The buffers of the buckets."""
         return [bucket.flat for bucket in self.buckets if bucket.flat is not None]
 
     def finish(self) -> None:
-        """Launch what is left (a parameter no sample reached has gradient zero) and wait for all."""
+        """Launch the remaining buckets (a parameter without a gradient counts as zero) and wait for all."""
         for bucket in self.buckets[self.launched :]:
             self._launch(bucket)
         for key, work in self.works:

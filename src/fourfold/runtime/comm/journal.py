@@ -1,4 +1,4 @@
-"""What a rank sends, fetches, frees and updates, written down while somebody asks for it: to be compared with its lists
+"""Records of what a rank sends, fetches, frees and updates, made only while recording: tests compare them with its lists
 (`plans.lists.records`)."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from fourfold.plans.lists.records import Record
 
 
 class Journal:
-    """The records of one rank; none are kept unless `recording` is entered."""
+    """The records of one rank; none are made outside `recording`."""
 
     def __init__(self) -> None:
         self.records: list[Record] | None = None
 
     @contextmanager
     def recording(self) -> Iterator[list[Record]]:
-        """Collect what happens inside."""
+        """Collect the records of what runs inside."""
         out: list[Record] = []
         self.records = out
         try:

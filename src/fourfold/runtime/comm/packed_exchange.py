@@ -1,7 +1,7 @@
 """Several tensors exchanged in one collective.
 
-A layer's weight and bias, or the biases of ten small layers, cost a collective each if they travel alone, and the time of a
-small one is latency. A parcel packs them into one message per peer.
+A layer's weight and bias, or the biases of ten small layers, would take a collective each, and the time of a small collective
+is latency. A packed exchange sends them as one message per peer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fourfold.runtime.comm import gloo_p2p
 from fourfold.runtime.comm.exchange import by_peer, put, take, tiles
 from fourfold.runtime.comm.world import World
 
-Arrived = Callable[[], list[Tensor]]
+FinishAll = Callable[[], list[Tensor]]
 
 
 class PackedExchange:
@@ -39,8 +39,8 @@ class PackedExchange:
         self.sends[self.me] = self.receives[self.me] = 0
         self.path = world.paths.several(steps, axes, world.rank)
 
-    def launch(self, tensors: Sequence[Tensor]) -> Arrived:
-        """Start; the answer waits and gives the results."""
+    def launch(self, tensors: Sequence[Tensor]) -> FinishAll:
+        """Start; the returned function waits and returns the results."""
         pieces = [
             take(tensor, given.spans).reshape(-1)
             for k, column in enumerate(zip(*self.gives, strict=True))
@@ -54,16 +54,16 @@ class PackedExchange:
         work = gloo_p2p.all_to_all(received, packed, self.receives, self.sends, self.group, direct=direct)
         outs = [self._own(k, tensor) for k, tensor in enumerate(tensors)]
 
-        def arrived() -> list[Tensor]:
+        def finish() -> list[Tensor]:
             work.wait()
             self.world.journal.note("await", name=self.bunch.key)
             self._unpack(received, outs)
             return outs
 
-        return arrived
+        return finish
 
     def _own(self, number: int, tensor: Tensor) -> Tensor:
-        """A result with what this rank gives itself."""
+        """A result that holds this rank's own part already."""
         shape, add = self.shapes[number], not self.tiled[number]
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = self.takes[number][self.me], self.gives[number][self.me]

@@ -1,7 +1,7 @@
 """Sends and receives between the ranks of two stages: the messages of `plans.lists.stage_transfer` on real tensors.
 
-A send does not block. A receive is posted, and waited for when its tensor is needed; gloo moves a message once both ends
-are there, so a receive posted early is one that hides behind compute. What a rank sends to itself stays in its hands.
+A send does not block. A receive is posted, and waited for when its tensor is needed; gloo moves a message once both ends are
+there, so a receive posted early is one that hides behind compute. What a rank sends to itself is handed over without a message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Wait = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The action that takes a message in: whose row it stands in, and where."""
+    """The action that receives a message: its row in the schedule, and its position there."""
 
     place: int
     turn: int
@@ -32,7 +32,7 @@ class Consumer:
 
 @dataclass
 class Post:
-    """This rank's letters: works under way with the buffers they need, and parcels to itself."""
+    """This rank's sends in flight with their buffers, and the tensors it sends to itself."""
 
     journal: Journal
     works: list[tuple[Any, Tensor, Consumer | None]] = field(default_factory=list)
@@ -41,8 +41,8 @@ class Post:
     def note(self, kind: str, ranks: tuple[int, int], tensor: Tensor, value: str) -> None:
         self.journal.note(kind, path="collective", ranks=ranks, size=tensor.nbytes, name=value)
 
-    def reap(self, known: Consumer) -> None:
-        """Let go of what was surely taken in: all up to an action that is known to be done."""
+    def release_received(self, known: Consumer) -> None:
+        """Release the sends that were received: all those to actions up to one that is known to be done."""
         kept = []
         for work, buffer, consumer in self.works:
             if consumer is not None and consumer.place == known.place and consumer.turn <= known.turn:
@@ -74,15 +74,15 @@ class StageChannel:
         post: Post,
     ) -> None:
         self.value, self.rank, self.device, self.post = value, rank, device, post
-        self.dtype, self.wire = dtype, torch.uint8 if dtype == torch.bool else dtype  # gloo carries no booleans
-        self.gives = outgoing(source, target, rank) if rank in source.ranks else []
-        self.takes = incoming(source, target, rank) if rank in target.ranks else []
+        self.dtype, self.wire_dtype = dtype, torch.uint8 if dtype == torch.bool else dtype  # gloo carries no booleans
+        self.sends = outgoing(source, target, rank) if rank in source.ranks else []
+        self.receives = incoming(source, target, rank) if rank in target.ranks else []
         if rank in target.ranks:
             self.shape = target.layout.local_shape(target.mesh.coords(target.ranks.index(rank)))
 
     def send(self, tensor: Tensor, tag: int, consumer: Consumer | None = None) -> None:
-        for give in self.gives:
-            piece = take(tensor, give.spans).to(self.wire).contiguous()
+        for give in self.sends:
+            piece = take(tensor, give.spans).to(self.wire_dtype).contiguous()
             if give.peer == self.rank:
                 self.post.parcels.setdefault(tag, []).append(piece)
             else:
@@ -90,9 +90,9 @@ class StageChannel:
                 self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece, consumer))
 
     def receive(self, tag: int) -> Wait:
-        """Post the receive; the answer waits and gives the tensor."""
-        away = [t for t in self.takes if t.peer != self.rank]
-        buffers = [torch.empty(t.shape, dtype=self.wire, device=self.device) for t in away]
+        """Post the receive; the returned function waits and returns the tensor."""
+        away = [t for t in self.receives if t.peer != self.rank]
+        buffers = [torch.empty(t.shape, dtype=self.wire_dtype, device=self.device) for t in away]
         for t, buffer in zip(away, buffers, strict=True):
             self.post.note("receive", (t.peer, self.rank), buffer, self.value)
         works: list[Any] = [dist.irecv(b, t.peer, tag=tag) for b, t in zip(buffers, away, strict=True)]
@@ -100,21 +100,21 @@ class StageChannel:
         def wait() -> Tensor:
             for work in works:
                 work.wait()
-            return self._assembled(dict(zip([t.peer for t in away], buffers, strict=True)), tag)
+            return self._assemble(dict(zip([t.peer for t in away], buffers, strict=True)), tag)
 
         return wait
 
-    def _assembled(self, came: dict[int, Tensor], tag: int) -> Tensor:
-        pieces = [self._piece(t, came, tag) for t in self.takes]
-        if len(pieces) == 1 and self.takes[0].shape == self.shape:
+    def _assemble(self, received: dict[int, Tensor], tag: int) -> Tensor:
+        pieces = [self._piece(t, received, tag) for t in self.receives]
+        if len(pieces) == 1 and self.receives[0].shape == self.shape:
             return pieces[0].to(self.dtype)
-        out = torch.zeros(self.shape, dtype=self.wire, device=self.device)
-        for t, piece in zip(self.takes, pieces, strict=True):
+        out = torch.zeros(self.shape, dtype=self.wire_dtype, device=self.device)
+        for t, piece in zip(self.receives, pieces, strict=True):
             put(out, t.spans, piece, add=False)
         return out.to(self.dtype)
 
-    def _piece(self, transfer: Transfer, came: dict[int, Tensor], tag: int) -> Tensor:
+    def _piece(self, transfer: Transfer, received: dict[int, Tensor], tag: int) -> Tensor:
         if transfer.peer != self.rank:
-            return came[transfer.peer]
+            return received[transfer.peer]
         (piece,) = self.post.parcels.pop(tag)
         return piece

@@ -1,6 +1,6 @@
-"""The ranks this process works with: process groups along mesh axes, the device, and this rank's place.
+"""Process groups along mesh axes, the device, and this rank's coordinates.
 
-Which way a message takes is `paths`, made from the plan's policy and from where the processes run (`running_placement`).
+`paths` chooses how each message is sent, from the plan's policy and from where the processes run (`running_placement`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TIMEOUT = datetime.timedelta(seconds=collective_seconds())
 class World:
     """This rank on a mesh. Groups are made once, in the same order on every rank.
 
-    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them. `paths`: which way
-    messages take; without them, none goes through shared memory. `journal`: where they are written down.
+    `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them. `paths`: how
+    messages are sent; by default none goes through shared memory. `journal`: records them.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class World:
         self.coords = mesh.coords(rank)
         self.paths = paths or Paths(mesh, self.ranks, Placement.separate_hosts(max(self.ranks) + 1), DEFAULT)
         self.journal = Journal()
-        self._boards: dict[tuple[tuple[str, ...], int], SharedRows] = {}
+        self._shared_rows: dict[tuple[tuple[str, ...], int], SharedRows] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for axes in sorted(set(wanted)):
             self._make("inline", axes)
 
     def along(self, placement: Placement, policy: Policy, journal: Journal) -> World:
-        """The same groups for another run, whose messages may take other ways."""
+        """The same groups for another run, whose messages may be sent otherwise."""
         out = copy.copy(self)
         out.paths, out.journal = Paths(self.mesh, self.ranks, placement, policy), journal
         return out
@@ -86,7 +86,7 @@ class World:
 
     @staticmethod
     def started(mesh: Mesh, device: torch.device) -> None:
-        """Join the processes that torchrun started, if it did and nobody has yet."""
+        """Initialise the process group of a torchrun, unless that was done."""
         if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
             if device.type == "cpu":
                 keep_memory()
@@ -147,20 +147,20 @@ class World:
         small = self.paths.small(axes, size)
         if size and self.extent(axes) > 1:
             self.note(kind, "shared" if small else "collective", axes, size, name)
-        return self.board(axes).gather(tensor) if small else None
+        return self.shared_rows(axes).gather(tensor) if small else None
 
     def note(self, kind: str, path: str, axes: tuple[str, ...], size: int, name: str = "") -> None:
-        """Write a message down, if somebody asks for it."""
+        """Record a message, if the journal is recording."""
         if self.journal.records is not None:
             ranks = tuple(self.ranks[member] for member in self.members(axes))
             self.journal.note(kind, path=path, ranks=ranks, size=size, name=name)
 
-    def board(self, axes: tuple[str, ...]) -> SharedRows:
-        """The board of the ranks along the axes, which share memory; all must ask."""
+    def shared_rows(self, axes: tuple[str, ...]) -> SharedRows:
+        """The rows of the ranks along the axes, which share memory; all of them must call the first time."""
         key = axes, self.paths.policy.small_bytes
-        if key not in self._boards:
-            self._boards[key] = SharedRows.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
-        return self._boards[key]
+        if key not in self._shared_rows:
+            self._shared_rows[key] = SharedRows.open(self.group(axes), TIMEOUT.total_seconds(), self.paths.policy.small_bytes)
+        return self._shared_rows[key]
 
     @staticmethod
     def shared(mesh: Mesh, device: torch.device) -> World:
@@ -208,7 +208,7 @@ _at_leave: list[Callable[[], None]] = []
 
 
 def at_leave(release: Callable[[], None]) -> None:
-    """Call a function before the groups are let go of: it releases what still uses them."""
+    """Call a function before the groups are destroyed; it releases what still uses them."""
     _at_leave.append(release)
 
 
@@ -225,13 +225,13 @@ def running_placement(device: torch.device, ranks: int) -> Placement:
 
 
 def here(ranks: int) -> Placement:
-    """Where the processors of this run's processes are."""
+    """Where the processes of this run are, as ranks on processors."""
     return running_placement(torch.device("cpu"), ranks)
 
 
 def leave() -> None:
-    """Let go of all groups and end their threads while the interpreter still runs. One that frees a message later, when it
-    has begun to end, brings the process down with it: of twenty pipelines under torchrun, four ended so."""
+    """Destroy all groups and end their threads while the interpreter still runs. A thread that frees a message after the
+    interpreter has begun to shut down crashes the process: of twenty pipelines under torchrun, four ended so."""
     for release in _at_leave:
         release()
     _shared.clear()

@@ -1,9 +1,9 @@
 """A stage's lists bound to one rank: every action a function of local tensors, run in the list's order.
 
-Forward runs under autograd; backward is autograd's engine, whose order follows from forward's and is therefore the same
-on every rank: what the list says beside it runs in hooks. A stage has one list per size of micro-batch, all on the same stored
-tensors. Buffers that forward writes are kept aside until the step is over, so that every micro-batch's backward finds what its
-forward read.
+Forward runs under autograd. Backward is autograd's engine, whose order follows from forward's and is therefore the same on
+every rank; the list's other actions of backward run in hooks. A stage has one list per size of micro-batch, all on the same
+stored tensors. Buffers that forward updates are written only at the end of the step, so that every micro-batch's backward reads
+what its forward read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fourfold.plans.lists.actions import (
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.lifetimes import order_of_use
 from fourfold.plans.lowering.program import Compute, Move
-from fourfold.runtime.comm.exchange import Finish, is_inexact, moved, mover, started
-from fourfold.runtime.comm.gradient_buckets import Gradients
+from fourfold.runtime.comm.exchange import Finish, differentiable_launcher, differentiable_mover, is_inexact, mover
+from fourfold.runtime.comm.gradient_buckets import GradientBuckets
 from fourfold.runtime.comm.shared.sums import SharedSum
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.recompute import recomputed
@@ -46,7 +46,7 @@ from fourfold.runtime.zero.zero3 import Weights
 Env = dict[str, Any]
 Bound = Callable[[Env], None]
 FullTensor = Callable[[str, Layout], Tensor]
-"""Gives this rank's part of the stored tensor with a state_dict key."""
+"""Returns this rank's part of the stored tensor with a state_dict key."""
 
 
 class Executor:
@@ -61,7 +61,7 @@ class Executor:
         dtypes: Mapping[str, torch.dtype] | None = None,
         randomness: Randomness | None = None,
     ) -> None:
-        """`dtypes`: what captured dtypes become."""
+        """`dtypes`: the dtype to run in, by captured dtype."""
         self.lists, self.world = dict(lists), world
         self.programs = {size: found.program for size, found in self.lists.items()}
         first = next(iter(self.lists.values()))
@@ -82,15 +82,15 @@ class Executor:
             world.group(axes)
             world.group(axes, "gradients")
         self.begins, self.finishes = first.begin, first.finish(world.coords)
-        self.sums = {action: self._summed(action) for action in first.messages.sums}
-        self.gradients = Gradients(self.state, first.messages.buckets(world.coords), world)
+        self.sums = {action: self._shared_sum(action) for action in first.messages.sums}
+        self.gradients = GradientBuckets(self.state, first.messages.buckets(world.coords), world)
         self.weights = Weights(self.lists, self.state, world)
-        self._forward = {size: self._all_bound(size, found.forward) for size, found in self.lists.items()}
+        self._forward = {size: self._bind_all(size, found.forward) for size, found in self.lists.items()}
         self.written: dict[str, Tensor] = {}
         if program.loss_axes:
             world.group(program.loss_axes)  # made now, by all ranks
 
-    def _summed(self, action: Sum) -> SharedSum:
+    def _shared_sum(self, action: Sum) -> SharedSum:
         return SharedSum.open([self.state[name] for name in action.names], action.axes, self.world)
 
     @property
@@ -106,17 +106,17 @@ class Executor:
 
     # --- the actions of forward as functions ---
 
-    def _all_bound(self, size: int, actions: Iterable[Action]) -> list[Bound]:
-        return [self._bound(size, action) for action in actions]
+    def _bind_all(self, size: int, actions: Iterable[Action]) -> list[Bound]:
+        return [self._bind(size, action) for action in actions]
 
-    def _bound(self, size: int, action: Action) -> Bound:
+    def _bind(self, size: int, action: Action) -> Bound:
         if isinstance(action, Compute):
             step = action
             if id(action) in self.lists[size].in_place:  # the model wrote it in place, and nobody else reads its input
                 step = replace(action, op=replace(action.op, target=action.op.inplace))
-            return _compute(action, self.weights.watched(size, action, build(step, self.local)))
+            return _compute(action, self.weights.watch(size, action, build(step, self.local)))
         if isinstance(action, Move):
-            return _move(action, moved(action.exchange, self.world, action.value))
+            return _move(action, differentiable_mover(action.exchange, self.world, action.value))
         if isinstance(action, Fetch):
             return self._fetch(action)
         if isinstance(action, Free):
@@ -132,13 +132,13 @@ class Executor:
         source, target, weights = action.move.source, action.move.target, self.weights
 
         def fetch(env: Env) -> None:
-            env[target] = weights.fetched(action, env[source])
+            env[target] = weights.fetch(action, env[source])
 
         return fetch
 
     def _segment(self, size: int, action: RunSegment) -> Bound:
         """Steps that run again when backward comes to them."""
-        first, second = self._all_bound(size, action.actions), self._all_bound(size, action.again)
+        first, second = self._bind_all(size, action.actions), self._bind_all(size, action.again)
         randomness = self.randomness
 
         def run(env: Env) -> None:
@@ -163,9 +163,9 @@ class Executor:
     def _passes(self, size: int, action: RunPasses) -> Bound:
         """Passes, each on the next slice of every member's examples."""
         (entry, dim), count = action.step.entries[0], len(action.bodies)
-        flying: dict[Opening, Finish] = {}
+        in_flight: dict[Opening, Finish] = {}
         pieces: list[Tensor] = []
-        bodies = [[self._in_pass(size, inner, pieces, flying) for inner in body] for body in action.bodies]
+        bodies = [[self._bind_in_pass(size, inner, pieces, in_flight) for inner in body] for body in action.bodies]
 
         def run(env: Env) -> None:
             pieces[:] = torch.tensor_split(env[entry], count, dim)
@@ -182,21 +182,21 @@ class Executor:
 
         return run
 
-    def _in_pass(self, size: int, action: Action, pieces: Sequence[Tensor], flying: dict[Opening, Finish]) -> Bound:
+    def _bind_in_pass(self, size: int, action: Action, pieces: Sequence[Tensor], in_flight: dict[Opening, Finish]) -> Bound:
         """An action of a pass; `pieces`: what the passes work on, `flying`: their opening exchanges that were started."""
         if not (isinstance(action, (Launch, Await)) and isinstance(action.message, Opening)):
-            return self._bound(size, action)
+            return self._bind(size, action)
         opening, journal = action.message, self.world.journal
         if isinstance(action, Launch):
-            launch = started(opening.move.exchange, self.world, opening.move.value)
+            launch = differentiable_launcher(opening.move.exchange, self.world, opening.move.value)
 
             def start(env: Env) -> None:
-                flying[opening] = launch(pieces[opening.number])
+                in_flight[opening] = launch(pieces[opening.number])
 
             return start
 
         def wait(env: Env) -> None:
-            env[opening.move.target] = flying.pop(opening)()
+            env[opening.move.target] = in_flight.pop(opening)()
             journal.note("await", name=opening.key)
 
         return wait
@@ -220,7 +220,7 @@ class Executor:
         if starts:
             self.weights.backward(size)
             torch.autograd.backward(starts, gradients)
-            self.weights.backward_done()
+            self.weights.end_backward()
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""
@@ -229,19 +229,19 @@ class Executor:
         self._act(self.begins)
 
     def _act(self, actions: Iterable[Action]) -> None:
-        """What a list says outside forward and backward."""
+        """Run actions of a list outside forward and backward."""
         for action in actions:
             if isinstance(action, Complete):
                 self.gradients.finish()
             elif isinstance(action, Sum):
-                self.world.note("sum", "shared", action.axes, self.sums[action].own.nbytes)
+                self.world.note("sum", "shared", action.axes, self.sums[action].own_row.nbytes)
                 self.sums[action].sum()
             else:
                 self.weights.act((action,))
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Put what forward wrote into the buffers."""
+    def write_buffers(self) -> None:
+        """Write the buffers that forward updated."""
         for buffer, value in self.written.items():
             self.state[buffer].copy_(value)
         self.written.clear()
@@ -255,13 +255,13 @@ class Executor:
 
     def kept(self) -> list[Tensor]:
         """The tensors that stay here between steps; gradients lie under their parameters."""
-        beside = [*(found.own for found in self.sums.values()), *self.gradients.kept, *self.weights.kept]
+        beside = [*(found.own_row for found in self.sums.values()), *self.gradients.buffers, *self.weights.buffers]
         return [*self.state.values(), *self.constants.values(), *beside]
 
     def finish(self) -> None:
         """Complete the gradients and the buffers of a step."""
         self._act(self.finishes)
-        self.settle()
+        self.write_buffers()
 
     def total(self, loss: Tensor) -> Tensor:
         """The global loss from this rank's share."""

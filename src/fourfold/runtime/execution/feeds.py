@@ -1,7 +1,6 @@
-"""What a step is given: whole inputs and targets, or a rank's parts of them, cut up for its stages and micro-batches.
+"""Inputs and targets of a step, whole or as a rank's parts, cut for its stages and micro-batches.
 
-The loss's denominators are counted here too, before the first forward: they are of the whole batch, and a micro-batch knows
-only its own.
+The loss's denominators are counted here too, before the first forward, because they are of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Segments whose activations are dropped after forward and computed again when backward reaches them.
 
-Autograd saves numbers instead of tensors; when the first gradient arrives at a segment's results, its steps run once more
-and give the tensors in the same order. Not left to the first tensor asked for: a rank with an empty shard may ask later than
-the others, and the exchanges inside the segment must meet in one order on all ranks. What the second run writes to
-buffers is thrown away, and its random masks are those of the first.
+Autograd saves numbers instead of tensors. When the first gradient arrives at a segment's results, its steps run once more and
+save the tensors in the same order. The first unpacked tensor must not start that run: a rank with an empty shard may unpack
+later than the others, and the exchanges inside the segment must run in one order on all ranks. Buffers keep what the first run
+wrote, and random masks are those of the first run.
 """
 
 from __future__ import annotations

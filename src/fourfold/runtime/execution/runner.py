@@ -1,6 +1,6 @@
-"""A lowered plan on this rank: its stages' executors, run through the list of actions.
+"""A lowered plan on this rank: runs its stages' executors in the order of the list of actions.
 
-The result equals one process that works through the same micro-batches. Backward of a micro-batch starts from the gradients
+The result equals one process that runs the same micro-batches. Backward of a micro-batch starts from the gradients
 its readers in other stages send; a stage's gradients are summed over its ranks once, after its last backward.
 """
 
@@ -65,7 +65,7 @@ class Runner:
         randomness: Randomness | None = None,
         trains: bool = True,
     ) -> None:
-        """`trains`: False where the tensors are another runner's, which this one only reads. All ranks must call."""
+        """`trains`: False where another runner owns the tensors and this one only reads them. All ranks must call."""
         check_runnable(lowered.plan)
         if len(lowered.places) > 1 and device is not None and device.type != "cpu":
             raise Infeasible(
@@ -74,10 +74,10 @@ class Runner:
             )
         self.lowered, self.plan, self.trains = lowered, lowered.plan, trains
         self.device = device or torch.device("cpu")
-        self.everyone = World.shared(Mesh.of(all=self.plan.size), self.device)
-        self.rank, self.randomness = self.everyone.rank, randomness or Randomness()
+        self.world = World.shared(Mesh.of(all=self.plan.size), self.device)
+        self.rank, self.randomness = self.world.rank, randomness or Randomness()
         self.journal, self.placement = Journal(), running_placement(self.device, self.plan.size)
-        self.everyone = self.everyone.along(self.placement, self.plan.policy, self.journal)
+        self.world = self.world.along(self.placement, self.plan.policy, self.journal)
         self.lists = lowered.lists(self.placement, precision, trains=trains)
         counts = lowered.counters(self.placement, precision)
         self.executors: dict[int, Executor] = {}
@@ -87,16 +87,16 @@ class Runner:
             self._join(part, load, counts, PRECISIONS[precision])
         self.tasks = lowered.rank_schedule(self.rank)
         self.feeder = Feeder(lowered, self.executors, self.counters)
-        self.courier = StageTransport(lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal)
+        self.transport = StageTransport(lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal)
         self._run: dict[str, Callable[[StageAction], None]] = {
-            "listen": lambda task: self.courier.listen(),
+            "listen": lambda task: self.transport.listen(),
             "begin": self._begin,
             "F": self._forward,
             "B": self._backward,
-            "receive": self.courier.receive,
-            "send": lambda task: self.courier.send(task, self.made),
+            "receive": self.transport.receive,
+            "send": lambda task: self.transport.send(task, self.made),
             "reduce": lambda task: self.executors[task.stage].finish(),
-            "tie": lambda task: self.courier.add_ties(),
+            "tie": lambda task: self.transport.add_ties(),
             "loss": self._loss,
         }
         self._reset({})
@@ -167,7 +167,7 @@ class Runner:
         """A stage's step begins."""
         self.executors[task.stage].begin()
         if task.stage in self.slices:
-            self.slices[task.stage].begin()
+            self.slices[task.stage].clear_gradients()
         self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
 
     def _note(self, action: str, kind: str, start: float) -> None:
@@ -178,14 +178,14 @@ class Runner:
 
     def _await(self, task: StageAction) -> None:
         """Wait for what a compute action needs, as an event of its own."""
-        if task.kind in ("F", "B") and self.courier.expects(task):
+        if task.kind in ("F", "B") and self.transport.has_receives(task):
             start = time.perf_counter()
-            self.came = self.courier.arrived(task)
+            self.came = self.transport.arrived(task)
             self._note(str(task), "wait", start)
 
     def _arrived(self, task: StageAction) -> dict[str, Tensor]:
         came, self.came = self.came, None
-        return self.courier.arrived(task) if came is None else came
+        return self.transport.arrived(task) if came is None else came
 
     def _forward(self, task: StageAction) -> None:
         came, (stage, m) = self._arrived(task), (task.stage, task.microbatch)
@@ -217,13 +217,13 @@ class Runner:
 
     def _loss(self, task: StageAction) -> None:
         """The global loss, on every rank; what was sent before is through by then."""
-        self.courier.post.finish()
+        self.transport.post.finish()
         last = self.lowered.last.index
         if last not in self.executors:
-            self.outcome.loss = self.courier.hear()
+            self.outcome.loss = self.transport.receive_loss()
             return
         self.outcome.loss = self.executors[last].total(torch.stack(self.outcome.losses).sum())
-        self.courier.tell(self.outcome.loss)
+        self.transport.send_loss(self.outcome.loss)
 
     def trained(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
         """Stage, name, tensor and layout of everything on this rank that an optimizer updates."""
@@ -239,7 +239,7 @@ class Runner:
         """
         out: dict[str, Tensor] = {}
         for index, name, tensor, _ in self.trained():
-            key, part = self.executors[index].keys[name], self.slices[index].parts.get(name, tensor)
+            key, part = self.executors[index].keys[name], self.slices[index].slices.get(name, tensor)
             out[key if key not in out else f"{key}@stage{index}"] = part
         return list(out.items())
 
@@ -257,7 +257,7 @@ class Runner:
                 parts = torch.view_as_real(tensor.grad.resolve_conj()) if tensor.grad.is_complex() else tensor.grad
                 total += parts.double().square().sum()
         if self.plan.size > 1:
-            self.everyone.note("all_reduce", "collective", self.everyone.mesh.names, total.nbytes, "clip")
+            self.world.note("all_reduce", "collective", self.world.mesh.names, total.nbytes, "clip")
             dist.all_reduce(total)
         norm = total.sqrt()
         scale = most / (norm + 1e-6)
@@ -266,19 +266,19 @@ class Runner:
         return norm
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """After each step of the optimizer, bring what other ranks have updated into this rank's copies."""
+        """After each step of the optimizer, gather what other ranks have updated into this rank's copies."""
         optimizer.register_step_post_hook(lambda *_: self._updated())
 
     def _updated(self) -> None:
         for index, executor in self.executors.items():
             self.journal.note("update", size=executor.updated_bytes)
-            self.slices[index].share()
+            self.slices[index].gather()
 
     def kept(self) -> list[Tensor]:
-        """The tensors that stay on this rank between steps, its share of memory that ranks have in common included."""
+        """The tensors that stay on this rank between steps, its part of shared memory included."""
         executors = [*self.executors.values(), *self.counters.values()]
-        shelves = [slices.own for slices in self.slices.values()]
-        return [tensor for kept in (*(e.kept() for e in executors), *shelves) for tensor in kept]
+        areas = [slices.shared_areas for slices in self.slices.values()]
+        return [tensor for kept in (*(e.kept() for e in executors), *areas) for tensor in kept]
 
 
 def _shared(executor: Executor, load: FullTensor) -> FullTensor:

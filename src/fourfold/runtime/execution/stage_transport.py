@@ -1,5 +1,5 @@
 """Everything that travels between stages on behalf of one rank: values forward, gradients back, sums of tied gradients, the
-loss. Each message has a number of its own, so that none is taken for another.
+loss. Each message has its own tag.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class StageTransport:
             value = wait()
             out[crossing.value] = out[crossing.value] + value if crossing.value in out else value
             peer = crossing.source if task.kind == "F" else crossing.target
-            self.post.reap(self.turn[peer, task.kind, task.microbatch])
+            self.post.release_received(self.turn[peer, task.kind, task.microbatch])
         return out
 
-    def expects(self, task: StageAction) -> bool:
+    def has_receives(self, task: StageAction) -> bool:
         return (task.stage, task.kind, task.microbatch) in self.waits
 
     def send(self, task: StageAction, made: Mapping[str, Tensor]) -> None:
@@ -113,15 +113,15 @@ class StageTransport:
     # --- the loss ---
 
     def listen(self) -> None:
-        """Be ready for the loss from before the first action on: so the stage that has it, which is done with its backwards
-        before the others are, need not wait for them."""
+        """Post the receive of the loss before the first action. The stage that computes the loss finishes its backwards before
+        the others, and so need not wait for them."""
         part = self.lowered.last
         loss, first = torch.empty((), dtype=self.dtype(part.graph.loss), device=self.device), part.stage.ranks[0]
         self.post.note("receive", (first, self.rank), loss, "loss")
         self.loss = (dist.irecv(loss, first, tag=self._loss_tag), loss)
 
-    def tell(self, loss: Tensor) -> None:
-        """From the stage that has the loss to the others."""
+    def send_loss(self, loss: Tensor) -> None:
+        """Send the loss from the stage that computes it to the others."""
         works: list[Any] = []
         for other in self.lowered.without_loss if self.rank == self.lowered.last.stage.ranks[0] else ():
             self.post.note("send", (self.rank, other), loss, "loss")
@@ -129,7 +129,7 @@ class StageTransport:
         for work in works:
             work.wait()
 
-    def hear(self) -> Tensor:
+    def receive_loss(self) -> Tensor:
         work, loss = self.loss
         work.wait()
         return loss

@@ -68,7 +68,7 @@ def _lost() -> WorkerFailed | None:
     return None
 
 
-def first_to_speak() -> bool:
+def reports_first() -> bool:
     """Whether no other rank of this host has said what is wrong; from now on, this one has."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not started_by_torchrun() or not file:

@@ -13,7 +13,7 @@ from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.ownership import Own
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
+from fourfold.runtime.kernels.base import Local, Run, is_split, joint_kernel, kernel
 from fourfold.runtime.kernels.random import drop
 
 
@@ -49,13 +49,9 @@ def log_softmax(x: Tensor, dim: int, world: World, axes: tuple[str, ...]) -> Ten
     return _Softmax.apply(x, dim, world, axes, True)  # type: ignore[no-untyped-call]
 
 
-@kernel("softmax")
-def softmax(step: Compute, local: Local) -> Run:
-    axes = step.axes_of("joint")
-    if not axes:
-        return plain(step, local)
+@joint_kernel("softmax")
+def softmax(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
     world, dim, log = local.world, step.nest.detail["dim"], step.nest.detail["log"]
-    world.group(axes)  # made now, by all ranks
     return lambda x: _Softmax.apply(x, dim, world, axes, log)  # type: ignore[no-untyped-call]
 
 

@@ -27,6 +27,7 @@ from fourfold.runtime.comm.world import World
 
 Run = Callable[..., Any]
 Builder = Callable[[Compute, "Local"], Run]
+JointBuilder = Callable[[Compute, "Local", tuple[str, ...]], Run]
 
 _BUILDERS: dict[str, Builder] = {}
 
@@ -36,6 +37,23 @@ def kernel(*names: str) -> Callable[[Builder], Builder]:
         for name in names:
             _BUILDERS[name] = builder
         return builder
+
+    return register
+
+
+def joint_kernel(*names: str) -> Callable[[JointBuilder], Builder]:
+    """Registers a builder for ops whose joint loop is divided over ranks; it also takes the axes that divide it. Where no axis
+    does, the op runs plain."""
+
+    def register(builder: JointBuilder) -> Builder:
+        def build_joint(step: Compute, local: Local) -> Run:
+            axes = step.axes_of("joint")
+            if not axes:
+                return plain(step, local)
+            local.world.group(axes)  # created now, because all ranks must take part
+            return builder(step, local, axes)
+
+        return kernel(*names)(build_joint)
 
     return register
 
@@ -203,8 +221,9 @@ def is_split(step: Compute, loop: str) -> bool:
     return any(name == loop or name in tied for name in step.choice.values() if name is not None)
 
 
-def first_share(step: Compute, local: Local) -> bool:
-    """Whether this rank adds what must be added once along the axes that split a summed loop: the first with a share."""
+def adds_once(step: Compute, local: Local) -> bool:
+    """Whether this rank adds what must be added once (a bias) along the axes that split a summed loop: the first with a
+    share."""
     axes = step.axes_of("sum")
     if not axes:
         return True

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fourfold.ops.nest import Window
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, attached, first_share, is_split, kernel
+from fourfold.runtime.kernels.base import Local, Run, adds_once, attached, is_split, kernel
 
 _CONV = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 _TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
@@ -34,7 +34,7 @@ def conv(step: Compute, local: Local) -> Run:
     detail, count = step.nest.detail, len(step.nest.detail["kernel"])
     call, groups = _CONV[count], _groups(step, local)
     stride, dilation = list(detail["stride"]), list(detail["dilation"])
-    adds, shape = first_share(step, local), local.shape(step.gives[0])
+    adds, shape = adds_once(step, local), local.shape(step.gives[0])
     padding, before_after = [0] * count, [0] * (2 * count)
     for i, (low, high) in enumerate(detail["padding"]):
         at = 2 * (count - 1 - i)
@@ -71,7 +71,7 @@ def conv_transpose(step: Compute, local: Local) -> Run:
     detail, count = step.nest.detail, len(step.nest.detail["kernel"])
     call, groups = _TRANSPOSED[count], _groups(step, local)
     stride, dilation, kernel_size = list(detail["stride"]), list(detail["dilation"]), detail["kernel"]
-    adds, shape = first_share(step, local), local.shape(step.gives[0])
+    adds, shape = adds_once(step, local), local.shape(step.gives[0])
     padding, extra, crop = list(detail["padding"]), [0] * count, [0] * (2 * count)
     for i in range(count):
         size, out = step.needs[0].dims[2 + i].size, step.gives[0].dims[2 + i].size

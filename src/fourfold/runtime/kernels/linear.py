@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, attached, first_share, kernel, plain
+from fourfold.runtime.kernels.base import Local, Run, adds_once, attached, kernel, plain
 
 
 @kernel("linear")
 def linear(step: Compute, local: Local) -> Run:
-    if first_share(step, local):
+    if adds_once(step, local):
         return F.linear
 
     def run(x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def linear(step: Compute, local: Local) -> Run:
 
 @kernel("addmm")
 def addmm(step: Compute, local: Local) -> Run:
-    if first_share(step, local):
+    if adds_once(step, local):
         return plain(step, local)
     alpha = step.op.kwargs.get("alpha", 1)
 

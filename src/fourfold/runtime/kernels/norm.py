@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, kernel, overload, plain
+from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, joint_kernel, kernel, overload, plain
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,9 @@ class _Normalize(torch.autograd.Function):
         return dx * scale, None, None, None, None
 
 
-def _shares(
-    step: Compute, local: Local, count: Callable[[tuple[int, ...]], int], axes: tuple[str, ...] | None = None
-) -> _Shares:
-    """The shares of the ranks along (all) joint axes; `count`: values per statistic from a local shape."""
-    axes, mesh = step.axes_of("joint") if axes is None else axes, local.world.mesh
+def _shares(step: Compute, local: Local, axes: tuple[str, ...], count: Callable[[tuple[int, ...]], int]) -> _Shares:
+    """The shares of the ranks along the axes; `count`: values per statistic from a local shape."""
+    mesh = local.world.mesh
     if axes:
         local.world.group(axes)  # made now, by all ranks
     shapes = [step.needs[0].local_shape(mesh.coords(r)) for r in mesh.group(local.world.rank, axes)]
@@ -134,13 +132,10 @@ def _track(buffer: Tensor, value: Tensor, momentum: float) -> None:
     buffer.lerp_(value.to(buffer.dtype), momentum)
 
 
-@kernel("batch_norm")
-def batch_norm(step: Compute, local: Local) -> Run:
-    axes = step.axes_of("joint")
-    if not axes:
-        return plain(step, local)
+@joint_kernel("batch_norm")
+def batch_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
     arguments = Arguments(step, local)
-    shares = _shares(step, local, lambda shape: shape[0] * math.prod(shape[2:]))
+    shares = _shares(step, local, axes, lambda shape: shape[0] * math.prod(shape[2:]))
     total = shares.total
 
     def run(*tensors: Tensor) -> Tensor:
@@ -158,14 +153,14 @@ def batch_norm(step: Compute, local: Local) -> Run:
 
 @kernel("instance_norm")
 def instance_norm(step: Compute, local: Local) -> Run:
-    joint = step.axes_of("joint")
-    if not joint:
+    axes = step.axes_of("joint")
+    if not axes:
         return plain(step, local)
     arguments = Arguments(step, local)
-    samples = tuple(a for a in joint if step.choice[a] == "n")
-    space = tuple(a for a in joint if a not in samples)
-    shares = _shares(step, local, lambda shape: math.prod(shape[2:]), space)
-    across = _shares(step, local, lambda shape: shape[0], samples)
+    samples = tuple(a for a in axes if step.choice[a] == "n")
+    space = tuple(a for a in axes if a not in samples)
+    shares = _shares(step, local, space, lambda shape: math.prod(shape[2:]))
+    across = _shares(step, local, samples, lambda shape: shape[0])
     spread = [1, -1, *(1,) * (len(step.needs[0].dims) - 2)]
 
     def run(*tensors: Tensor) -> Tensor:
@@ -204,7 +199,7 @@ def group_norm(step: Compute, local: Local) -> Run:
             return call(*args, **kwargs)
 
         return local_groups
-    shares = _shares(step, local, lambda shape: shape[1] // groups * math.prod(shape[2:]) if groups else 0)
+    shares = _shares(step, local, axes, lambda shape: shape[1] // groups * math.prod(shape[2:]) if groups else 0)
 
     def run(*tensors: Tensor) -> Tensor:
         args, kwargs = arguments.fill(tensors)
@@ -219,15 +214,12 @@ def group_norm(step: Compute, local: Local) -> Run:
     return run
 
 
-@kernel("layer_norm")
-def layer_norm(step: Compute, local: Local) -> Run:
-    axes = step.axes_of("joint")
-    if not axes:
-        return plain(step, local)
+@joint_kernel("layer_norm")
+def layer_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
     arguments = Arguments(step, local)
     rms = step.op.target.startswith("aten.rms")
     first = next(d for d, loop in enumerate(step.nest.loops) if loop.kind == "joint")
-    shares = _shares(step, local, lambda shape: math.prod(shape[first:]))
+    shares = _shares(step, local, axes, lambda shape: math.prod(shape[first:]))
     names = ("x", "shape", "weight", "eps") if rms else ("x", "shape", "weight", "bias", "eps")
 
     def run(*tensors: Tensor) -> Tensor:

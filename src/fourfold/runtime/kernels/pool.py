@@ -13,7 +13,7 @@ from fourfold.ops.nest import Window
 from fourfold.ops.window import Rows
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
-from fourfold.runtime.kernels.reduce import Picked, place_of
+from fourfold.runtime.kernels.reduce import Picked, global_rows
 from fourfold.runtime.kernels.resample import loops_of
 
 _MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
@@ -132,5 +132,5 @@ def _max_pass(step: Compute, local: Local, dim: int, axes: tuple[str, ...]) -> C
     if not own:
         return lambda x: x.max(dim, keepdim=True)[0]
     local.world.group(own)  # made now, by all ranks
-    rows = place_of(step, local, dim)
+    rows = global_rows(step, local, dim)
     return lambda x: Picked.apply(x, dim, rows, local.world, own)[0]  # type: ignore[no-untyped-call]

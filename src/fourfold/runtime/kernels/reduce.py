@@ -1,8 +1,7 @@
-"""Reductions over divided dims: means, and those that are no sums, where every rank finds its own and a few numbers are
-joined.
+"""Reductions over divided dims: means, and reductions that are not sums. Every rank reduces its shard, and the ranks combine a
+few numbers.
 
-The results are the same on all ranks of the group, and so are their gradients: backward needs no more than what each rank
-holds, but for ties.
+Results and their gradients are the same on all ranks of the group, so backward communicates only to count ties.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Local, Run, kernel, plain
+from fourfold.runtime.kernels.base import Local, Run, joint_kernel, kernel, plain
 
 
 class JointSum(torch.autograd.Function):
@@ -39,14 +38,14 @@ def _least(dtype: torch.dtype) -> float:
 
 
 def _top(x: Tensor, dims: list[int]) -> Tensor:
-    """The maximum over dims, kept; the least value there is where a shard holds nothing."""
+    """The maximum over dims, with keepdim; the dtype's lowest value for an empty shard."""
     if all(x.shape[d] for d in dims):
         return x.amax(dims, keepdim=True)
     return x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _least(x.dtype))
 
 
 def _shaped(y: Tensor, dims: list[int], keepdim: bool) -> Tensor:
-    """Without the reduced dims, if the op drops them."""
+    """Without the reduced dims, unless the op has keepdim."""
     return y if keepdim else y.reshape([s for d, s in enumerate(y.shape) if d not in dims])
 
 
@@ -67,12 +66,9 @@ class _Extreme(torch.autograd.Function):
         return mask * (g / ties), None, None, None
 
 
-@kernel("extreme")
-def extreme(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("extreme")
+def extreme(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims, sign = list(detail["dims"]), detail["sign"]
 
     def run(x: Tensor) -> Tensor:
@@ -108,19 +104,16 @@ class Picked(torch.autograd.Function):
         return grads[0] * (place == mine), None, None, None, None
 
 
-def place_of(step: Compute, local: Local, dim: int) -> Tensor:
+def global_rows(step: Compute, local: Local, dim: int) -> Tensor:
     """Global numbers of the rows this rank holds of the first operand."""
     return torch.tensor(list(local.box(step.needs[0])[dim]), dtype=torch.long, device=local.device)
 
 
-@kernel("picked")
-def picked(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("picked")
+def picked(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     (dim,), sign = detail["dims"], detail["sign"]
-    rows = place_of(step, local, dim)
+    rows = global_rows(step, local, dim)
 
     def run(x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         value, place = Picked.apply(x * sign, dim, rows, local.world, axes)  # type: ignore[no-untyped-call]
@@ -130,12 +123,9 @@ def picked(step: Compute, local: Local) -> Run:
     return run
 
 
-@kernel("moments")
-def moments(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("moments")
+def moments(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims, count = list(detail["dims"]), detail["count"]
     freedom = max(count - detail["correction"], 0)
 
@@ -168,12 +158,9 @@ class _Norm(torch.autograd.Function):
         return grads[0] * slope * (y > 0), None, None, None, None
 
 
-@kernel("vector_norm")
-def vector_norm(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("vector_norm")
+def vector_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims = list(detail["dims"])
 
     def run(x: Tensor) -> Tensor:
@@ -183,12 +170,9 @@ def vector_norm(step: Compute, local: Local) -> Run:
     return run
 
 
-@kernel("logsumexp")
-def logsumexp(step: Compute, local: Local) -> Run:
-    axes, detail = step.axes_of("joint"), step.nest.detail
-    if not axes:
-        return plain(step, local)
-    local.world.group(axes)  # made now, by all ranks
+@joint_kernel("logsumexp")
+def logsumexp(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+    detail = step.nest.detail
     dims = list(detail["dims"])
 
     def run(x: Tensor) -> Tensor:

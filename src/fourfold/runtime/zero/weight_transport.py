@@ -1,5 +1,5 @@
-"""Divided weights on a rank, and what both ways of carrying them share: through shared memory (`ring`) or by messages
-(`wired`)."""
+"""Divided weights (ZeRO-3) on a rank, and the interface of their two transports: shared memory (`zero3_shared`) and collectives
+(`zero3_collective`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fourfold.plans.lowering.program import Move
 
 
 @dataclass(eq=False)
-class Gathered:
-    """One weight: the move that gathers it, its shape when gathered, this rank's shard, and all of it while backward uses
+class GatheredWeight:
+    """One weight: the move that gathers it, its gathered shape, this rank's shard, and the gathered tensor while backward uses
     it."""
 
     move: Move
@@ -28,13 +28,13 @@ class Gathered:
         return self.move.value
 
     @property
-    def there(self) -> Step:
-        """The exchange that gathers it."""
+    def gather_step(self) -> Step:
+        """The exchange that gathers the weight."""
         return self.move.exchange.steps[0]
 
     @property
-    def back(self) -> Step:
-        """The exchange of its gradient."""
+    def reduce_step(self) -> Step:
+        """The exchange that sums its gradient into the shards."""
         return self.move.exchange.adjoint.steps[0]
 
 
@@ -42,21 +42,21 @@ class WeightTransport(Protocol):
     """Carries out a list's actions on divided weights; all ranks call in the order of their lists."""
 
     @property
-    def kept(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Memory that stays between steps, beside the shards."""
 
-    def fetch(self, gathered: Gathered, source: Bunch | None) -> Tensor:
-        """A weight, gathered: out of a message that has arrived, or from shared memory."""
+    def fetch(self, weight: GatheredWeight, source: Bunch | None) -> Tensor:
+        """The gathered weight: out of a message that has arrived, or from shared memory."""
 
-    def give(self, gathered: Gathered, grad: Tensor, target: Bunch | None) -> None:
-        """The gradient of a gathered weight: what is each rank's part goes to its shard."""
+    def give(self, weight: GatheredWeight, grad: Tensor, target: Bunch | None) -> None:
+        """Reduce the gradient of a gathered weight: each rank's part of the sum is added to its shard's gradient."""
 
     def limit(self, most: int) -> None:
-        """Wait until at most so many messages with gradients are under way."""
+        """Wait until at most `most` messages with gradients are in flight."""
 
 
 def add_gradient(shard: Tensor, grad: Tensor) -> None:
-    """Add to the gradient of a shard; the first is taken as it is."""
+    """Add to the gradient of a shard; the first is stored without a copy."""
     if shard.grad is None:
         shard.grad = grad
     else:

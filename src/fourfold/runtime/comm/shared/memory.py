@@ -1,11 +1,9 @@
-"""Small sums and gathers between ranks of one host through shared memory, where a socket's latency would cost more than
-the data.
+"""Shared memory between the ranks of one host, and small gathers through it.
 
-Batch norm exchanges a few hundred numbers fifty times each way in a step; over loopback sockets that is a tenth of the
-step. A board is a piece of shared memory: every rank writes its row, then its counter; a row is read once all counters
-have reached the round. Two buffers alternate: a rank reaches round n+2 only after all have reached n+1, that is, have
-read round n. Writers' stores become visible in order on x86 alone, so other machines keep to sockets. Ranks in different
-network or process namespaces count as different hosts.
+Batch norm exchanges a few hundred numbers fifty times each way in a step. Over loopback sockets that is a tenth of the step,
+because a socket's latency costs more than the data. `SharedRows` gathers such rows through memory instead, in the steps (1) to
+(4) that the package's docstring draws. Only x86 makes stores visible in order, so other machines use sockets. Ranks in
+different network or process namespaces count as different hosts.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ from fourfold.runtime.host.scratch import path_of, temporary_file
 
 _LINE = 64  # bytes: one counter per cache line
 _FOLDER = "/dev/shm"
-_KEPT_FREE = 4 * 2**20  # bytes of shared memory that nobody plans with: boards, and what others take meanwhile
-_SPINS = 100  # polls before sleeping between them: where ranks share cores, the late one needs them
+_RESERVE = 4 * 2**20  # bytes of shared memory left out of every plan: for `SharedRows`, and for other programs
+_SPINS = 100  # polls before sleeping between polls: where ranks share cores, the late rank needs the core
 _NAP = 50e-6  # seconds
 
 
 def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap:
-    """Zeroed memory that all ranks of a group, on one host, see; all must call. Refused on all where one does not get it.
+    """Zeroed memory shared by all ranks of a group on one host; all must call. If one rank cannot map it, all ranks raise.
 
-    The file has no name. The first rank keeps it open until the others have mapped it."""
-    file = _reserved(size) if dist.get_rank(group) == 0 else None
-    place = [path_of(file) if file is not None else None]
-    dist.broadcast_object_list(place, group=group, group_src=0)
-    memory = _mapped(place[0], size) if place[0] is not None else None
-    seen: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(seen, memory is not None, group=group)
+    The file has no name. The first rank holds it open until the others have mapped it."""
+    file = _allocate_file(size) if dist.get_rank(group) == 0 else None
+    path = [path_of(file) if file is not None else None]
+    dist.broadcast_object_list(path, group=group, group_src=0)
+    memory = _map_file(path[0], size) if path[0] is not None else None
+    mapped: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(mapped, memory is not None, group=group)
     if file is not None:
         file.close()
-    if memory is None or not all(seen):
+    if memory is None or not all(mapped):
         raise InvalidInput(
             f"the ranks of a host cannot share {size} bytes of memory: {_FOLDER} has {free_bytes()} left; give "
             "it more room, or set FOURFOLD_SOCKETS=1"
@@ -55,30 +53,30 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap:
 
 
 def shareable_host() -> str:
-    """What ranks that can share memory have in common; a name of its own for each where none can."""
+    """A name that is equal on ranks that can share memory; unique to this rank where it can share none."""
     usable = platform.machine() in ("x86_64", "AMD64") and os.path.isdir(_FOLDER) and not os.environ.get("FOURFOLD_SOCKETS")
     return host_of_this_process() if usable else f"none {uuid.uuid4()}"
 
 
 def free_bytes() -> int:
-    """Bytes of memory that ranks of this host can plan to share."""
+    """Bytes of memory that a plan may share on this host."""
     try:
-        found = os.statvfs(_FOLDER)
+        disk = os.statvfs(_FOLDER)
     except OSError:
         return 0
-    return max(found.f_bavail * found.f_frsize - _KEPT_FREE, 0)
+    return max(disk.f_bavail * disk.f_frsize - _RESERVE, 0)
 
 
-def viewed(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-    """A tensor in shared memory, on a storage of its own size."""
+def tensor_at(memory: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A tensor at a byte offset of shared memory, on a storage of just its size."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _reserved(size: int) -> IO[bytes] | None:
-    """A file with all its pages, so that a full memory disk is noticed now and not by a crash later."""
+def _allocate_file(size: int) -> IO[bytes] | None:
+    """A file with all its pages allocated: a full memory disk shows here, and not by a crash later."""
     file = None
     try:
         file = temporary_file(_FOLDER)
@@ -90,8 +88,8 @@ def _reserved(size: int) -> IO[bytes] | None:
     return file
 
 
-def _mapped(path: str, size: int) -> mmap.mmap | None:
-    """The first rank's file; None where it does not let this process see it."""
+def _map_file(path: str, size: int) -> mmap.mmap | None:
+    """The first rank's file, mapped; None where this process may not open it."""
     try:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), size)
@@ -100,7 +98,7 @@ def _mapped(path: str, size: int) -> mmap.mmap | None:
 
 
 def host_of_this_process() -> str:
-    """What ranks that can share memory have in common."""
+    """A name that is equal on all processes of one host, one network namespace and one process namespace."""
     try:
         namespaces = f"{os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')}"
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -110,53 +108,51 @@ def host_of_this_process() -> str:
 
 
 class SharedRows:
-    """Shared rows of the ranks of one group."""
+    """Two rows of shared memory and a counter for each rank of one group."""
 
     def __init__(self, memory: mmap.mmap, rank: int, count: int, timeout: float, capacity: int) -> None:
         self.rank, self.count, self.timeout, self.round = rank, count, timeout, 0
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        counters = whole[: count * _LINE].view(np.int64)
-        self._counters = counters[:: _LINE // 8]
-        self._rows = torch.from_numpy(whole[count * _LINE :]).view(2, count, capacity)
+        data = np.frombuffer(memory, dtype=np.uint8)
+        self._counters = data[: count * _LINE].view(np.int64)[:: _LINE // 8]
+        self._rows = torch.from_numpy(data[count * _LINE :]).view(2, count, capacity)
 
     @staticmethod
     def open(group: dist.ProcessGroup, timeout: float, capacity: int) -> SharedRows:
-        """A board for rows of so many bytes, for a group on one host; all ranks must call."""
+        """Rows of `capacity` bytes, for a group on one host; all ranks must call."""
         count, capacity = dist.get_world_size(group), max(-(-capacity // _LINE), 1) * _LINE
         memory = shared_memory(group, count * _LINE + 2 * count * capacity)
         return SharedRows(memory, dist.get_rank(group), count, timeout, capacity)
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Return when all ranks have called."""
         self.round += 1
-        self._counters[self.rank] = self.round
-        self._wait()
+        self._wait_for_all()
 
     def gather(self, row: Tensor) -> Tensor:
         """All ranks' rows, stacked in rank order."""
         self.round += 1
         size = row.numel() * row.element_size()
         rows = self._rows[self.round % 2]
-        rows[self.rank, :size].view(row.dtype).copy_(row.reshape(-1))
-        self._counters[self.rank] = self.round
-        self._wait()
-        return rows[:, :size].clone().view(row.dtype).view(self.count, *row.shape)
+        rows[self.rank, :size].view(row.dtype).copy_(row.reshape(-1))  # step (1)
+        self._wait_for_all()
+        return rows[:, :size].clone().view(row.dtype).view(self.count, *row.shape)  # step (4)
 
-    def _wait(self) -> None:
-        wait_for(self._counters, self.round, self.timeout)
+    def _wait_for_all(self) -> None:
+        self._counters[self.rank] = self.round  # step (2)
+        wait_for(self._counters, self.round, self.timeout)  # step (3)
 
 
 def wait_for(counters: Any, target: int, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Wait until every rank's counter has reached a number, doing something useful between looks."""
-    spins, deadline = 0, 0.0
+    """Wait until every rank's counter has reached `target`; `meanwhile` is called between polls."""
+    polls, deadline = 0, 0.0
     while int(counters.min()) < target:
         meanwhile()
-        spins += 1
-        if spins < _SPINS:
+        polls += 1
+        if polls < _SPINS:
             os.sched_yield()
             continue
-        time.sleep(min(_NAP * (spins // _SPINS), 1e-3))
-        if spins % _SPINS == 0:
+        time.sleep(min(_NAP * (polls // _SPINS), 1e-3))
+        if polls % _SPINS == 0:
             now = time.monotonic()
             deadline = deadline or now + timeout
             if now > deadline:
