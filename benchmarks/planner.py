@@ -96,7 +96,7 @@ def splits() -> Iterator[dict[str, object]]:
         splitting = Splitting(task, task.graph)
         found = [f for grid in splitting.grids() for f in splitting.solved(grid) if isinstance(f, Found) and f.fits]
         found.sort(key=lambda f: f.cost)
-        steps = [replayed(task, f.plan).seconds for f in found]
+        steps = [replayed(task, f.plan).step_seconds for f in found]
         if not steps:
             continue
         print(

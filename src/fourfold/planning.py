@@ -12,7 +12,7 @@ from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import Infeasible
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import Inputs, Loss, batch_of, capture
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.planner import Ranking, SearchTask, search
 from fourfold.plans import Options, Plan, named
 from fourfold.report.ranking import ranking_text

@@ -18,10 +18,11 @@ from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
+from fourfold.oracle.predict import Prediction
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Candidate, Ranking, SearchTask, search
-from fourfold.planner.explain import _against, explained, faster, roomier
+from fourfold.planner import Ranking, SearchTask, search
+from fourfold.planner.explain import compare, explained, with_scaled_links, with_scaled_memory
 from fourfold.planner.search import TIE, alike
 from fourfold.planner.splits.solve import solve
 from fourfold.planner.splits.split_groups import split_groups
@@ -55,7 +56,7 @@ def splits(plan: Plan, words: Sequence[str]) -> set[str]:
     return {by[axis] for path, by in plan.splits for axis in wide if axis in by and any(word in path for word in words)}
 
 
-def best(ranking: Ranking) -> Candidate:
+def best(ranking: Ranking) -> Prediction:
     assert ranking.best is not None
     return ranking.best
 
@@ -70,7 +71,7 @@ def test_on_a_slow_network_convolutions_go_by_batch_and_the_classifier_by_its_we
     assert splits(one.plan, ["features"]) == {"batch"}
     assert splits(one.plan, ["classifier"]) & {"filter", "channel"} and "batch" not in splits(one.plan, ["classifier"])
     data = next(c for c in found.candidates if c.plan.strategy == "data")
-    assert one.seconds < data.seconds / 3
+    assert one.step_seconds < data.step_seconds / 3
     first = best(found)  # alexnet's is faster still: the classifier on a rank of its own, as PipeDream has it
     assert first is one or [len(stage.ranks) for stage in first.plan.stages] == [7, 1]
 
@@ -81,11 +82,15 @@ def test_with_fast_links_and_many_examples_data_parallelism_wins() -> None:
 
 def test_of_plans_that_are_as_good_as_equal_the_best_needs_the_least_machinery() -> None:
     found = ranked("resnet50", "dgx-h100", 8, 2048)
-    equal = [c for c in found.candidates if c.feasible and c.seconds <= (1 + TIE) * min(c.seconds for c in found.candidates)]
+    equal = [
+        c
+        for c in found.candidates
+        if c.feasible and c.step_seconds <= (1 + TIE) * min(c.step_seconds for c in found.candidates)
+    ]
     assert {"data", "fsdp"} <= {c.plan.strategy for c in equal}
     assert (best(found).plan.zero, len(best(found).plan.stages)) == (0, 0)
     plain = [c for c in equal if not c.plan.zero and not c.plan.stages and c.plan.microbatches == 1 and not c.plan.recompute]
-    assert best(found) is min(plain, key=lambda c: c.seconds)
+    assert best(found) is min(plain, key=lambda c: c.step_seconds)
 
 
 def test_a_sample_that_no_device_holds_is_split_by_its_domain() -> None:
@@ -122,23 +127,23 @@ def test_the_same_search_twice_gives_the_same_ranking() -> None:
     graph = graph_of("gpt2")
     one, other = (search(task(graph, "ethernet-10g", 4, 4)) for _ in range(2))
     assert [c.plan for c in one.candidates] == [c.plan for c in other.candidates]
-    assert [c.seconds for c in one.candidates] == [c.seconds for c in other.candidates]
+    assert [c.step_seconds for c in one.candidates] == [c.step_seconds for c in other.candidates]
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
 def smaller(wanted: SearchTask, factor: float) -> SearchTask:
-    return replace(wanted, setting=wanted.setting.on(roomier(wanted.cluster, factor)))
+    return replace(wanted, setting=wanted.setting.on(with_scaled_memory(wanted.cluster, factor)))
 
 
 def test_with_less_memory_a_slower_plan_that_fits_is_chosen_and_with_none_nothing() -> None:
     wanted = task(captured("alexnet"), "abci", 8, 64, "adamw")
     free = best(search(wanted))
-    share = 0.95 * free.prediction.peak_bytes / wanted.cluster.memory(0)
+    share = 0.95 * free.peak_bytes / wanted.cluster.memory(0)
     tight = search(smaller(wanted, share))
-    assert best(tight).prediction.peak_bytes <= best(tight).prediction.capacity
-    assert best(tight).seconds >= free.seconds
+    assert best(tight).peak_bytes <= best(tight).capacity_bytes
+    assert best(tight).step_seconds >= free.step_seconds
     nothing = search(smaller(wanted, 0.01 * share))
     assert nothing.best is None and "over" in nothing.nearest()
 
@@ -200,26 +205,26 @@ def test_an_explanation_compares_and_recomputes() -> None:
     wanted = task(captured("alexnet"), "ethernet-1g", 4, 64)
     ranking = search(wanted)
     told = explained(ranking, best(ranking))
-    assert told.against[0].other.plan.strategy == "data" and told.against[0].longer > 0
+    assert told.comparisons[0].other.plan.strategy == "data" and told.comparisons[0].longer > 0
     changes = {change.change: change.best for change in told.changes}
     fast = changes["links 10 times as fast"]
-    assert fast is not None and fast.seconds < best(ranking).seconds
-    assert faster(wanted.cluster, 10).links[0].bandwidth == 10 * wanted.cluster.links[0].bandwidth
+    assert fast is not None and fast.step_seconds < best(ranking).step_seconds
+    assert with_scaled_links(wanted.cluster, 10).links[0].bandwidth == 10 * wanted.cluster.links[0].bandwidth
 
 
 def test_faster_links_leave_a_ranks_own_copies_as_they_are() -> None:
     cluster, both = local(2), ("all_gather", "shared_fetch")
     link = cluster.links[0].name
     curves = tuple(Curve(collective=kind, level=link, ranks=2, sizes=(1e3,), seconds=(1e-3,)) for kind in both)  # type: ignore[arg-type]
-    found = faster(replace(cluster, measured=Measured(curves=curves)), 10).measured.curves
+    found = with_scaled_links(replace(cluster, measured=Measured(curves=curves)), 10).measured.curves
     assert [curve.seconds for curve in found] == [(pytest.approx(1e-4),), (1e-3,)]
 
 
 @pytest.mark.parametrize(("part", "word"), [(0.995, "as good as equal"), (0.9, "it is the better plan")])
 def test_a_faster_plan_is_called_better_if_it_is_more_than_a_tie(part: float, word: str) -> None:
     plan = best(search(replace(task(captured("alexnet"), "ethernet-1g", 4, 64), strategies=("data",))))
-    other = replace(plan, estimate=replace(plan.estimate, step_seconds=part * plan.seconds))
-    (line,) = _why_not(plan, _against(plan, other))
+    other = replace(plan, estimate=replace(plan.estimate, step_seconds=part * plan.step_seconds))
+    (line,) = _why_not(plan, compare(plan, other))
     assert word in line
 
 

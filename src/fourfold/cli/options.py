@@ -16,7 +16,7 @@ from fourfold.errors import InvalidInput, nearest
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
-    from fourfold.oracle.cost_summary import Setting
+    from fourfold.oracle.cost_model import Setting
     from fourfold.plans import Options, Plan
 
 PLANNED = "The plan's MODEL, captured again; by default its graph is looked up in the cache, where `plan -o` left it."
@@ -109,7 +109,7 @@ def setting(cluster: str, devices: int, precision: str, optimizer: str, cost_mod
     from fourfold.cluster import cluster_named
     from fourfold.cluster.parts import PRECISIONS
     from fourfold.optimizers import OPTIMIZERS
-    from fourfold.oracle.cost_summary import COST_MODELS, Setting
+    from fourfold.oracle.cost_model import COST_MODELS, Setting
 
     if devices < 1:
         raise InvalidInput(f"{devices} ranks asked for; use at least 1")

@@ -13,7 +13,7 @@ from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
-    from fourfold.oracle.cost_summary import CostSummary, Setting
+    from fourfold.oracle.cost_model import Forecast, Setting
     from fourfold.oracle.predict import Prediction
     from fourfold.plans import Plan
 
@@ -67,20 +67,20 @@ def write_timelines(foretold: Prediction | None, measured: Timeline, plan: Plan,
     return str(path)
 
 
-def write_trace(figures: CostSummary | None, path: Path | None) -> str | None:
+def write_trace(forecast: Forecast | None, path: Path | None) -> str | None:
     """Write the predicted timeline, where there is one; the file it went to."""
     from fourfold.report.trace import trace_record
 
-    if path is None or figures is None or figures.timeline is None:
+    if path is None or forecast is None or forecast.timeline is None:
         return None
-    record = trace_record(figures.timeline, places=figures.places)
+    record = trace_record(forecast.timeline, places=forecast.places)
     write_file(path, json_text(record))
     return str(path)
 
 
-def draw_step(figures: CostSummary | None, path: Path | None, title: str) -> None:
+def draw_step(forecast: Forecast | None, path: Path | None, title: str) -> None:
     """Draw the predicted timeline, where there is one."""
     from fourfold.report.pictures import timeline_picture
 
-    if path is not None and figures is not None and figures.timeline is not None:
-        timeline_picture(figures.timeline, path, title=title, places=figures.places)
+    if path is not None and forecast is not None and forecast.timeline is not None:
+        timeline_picture(forecast.timeline, path, title=title, places=forecast.places)

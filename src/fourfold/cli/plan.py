@@ -104,7 +104,7 @@ def plan(
     with voice.working(f"capturing {model}") as say:
         from fourfold.cluster import LOCAL
         from fourfold.cluster.local import suits
-        from fourfold.oracle.cost_summary import predicted
+        from fourfold.oracle.cost_model import forecast
         from fourfold.plans import lower_plan, named
         from fourfold.plans.spec.schedule import FUSED
         from fourfold.plans.strategies.named import parse
@@ -133,16 +133,16 @@ def plan(
             told = (
                 program if same else lower_plan(graph, named(strategy, graph, ranks=devices, batch=seen.batch, options=options))
             )
-            outlook = Outlook(figures=predicted(told, asked_for), setting=asked_for)
+            outlook = Outlook(forecast=forecast(told, asked_for), setting=asked_for)
         seconds = time.perf_counter() - begun
         if output is not None:
             write_plan(made, seen.graph, output, made_for=_made_for(where, precision, optimizer))
-        traced = write_trace(outlook.figures if outlook is not None else None, trace)
-        draw_step(outlook.figures if outlook is not None else None, plot, f"{model} by {strategy}")
+        traced = write_trace(outlook.forecast if outlook is not None else None, trace)
+        draw_step(outlook.forecast if outlook is not None else None, plot, f"{model} by {strategy}")
     file = str(output) if output is not None else None
     record = plan_record(made, program, outlook, seconds=seconds, file=file, trace=traced)
     voice.answer(record, lambda: plan_text(made, program, outlook, files=[path for path in (file, traced) if path]))
-    return 0 if outlook is None or outlook.figures.feasible else 1
+    return 0 if outlook is None or outlook.forecast.feasible else 1
 
 
 def _made_for(cluster: str | None, precision: str, optimizer: str) -> dict[str, str] | None:

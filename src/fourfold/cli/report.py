@@ -19,8 +19,9 @@ from fourfold.files import write_file
 
 if TYPE_CHECKING:
     from fourfold.cluster import Cluster as Machines
+    from fourfold.oracle.predict import Prediction
     from fourfold.oracle.scaling import Row
-    from fourfold.planner import Candidate, Ranking
+    from fourfold.planner import Ranking
     from fourfold.report.runs import Run
 
 RUNS = "What `train --record` or `verify --record` wrote: predicted against measured."
@@ -73,7 +74,7 @@ def write_page(
     *,
     model: str,
     cluster: str,
-    chosen: Candidate | None = None,
+    chosen: Prediction | None = None,
     runs: Sequence[Run] = (),
     limit: float,
     told: Told,
@@ -128,4 +129,4 @@ def _scaling(ranking: Ranking, sized: Callable[[int], Machines], limit: float, t
         told(f"{name} on {count}", done, len(cells))
         rows.append(study.row(name, count))
     known = max((c.estimate.measured_share for c in ranking.candidates[:1]), default=0.0)
-    return [row for row in rows if row.figures is None or row.figures.known_from.get("measured", 0.0) >= ALIKE * known]
+    return [row for row in rows if row.forecast is None or row.forecast.known_from.get("measured", 0.0) >= ALIKE * known]

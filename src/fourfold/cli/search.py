@@ -14,7 +14,7 @@ from fourfold.cli.report import write_page
 from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from fourfold.oracle.cost_summary import Setting
+    from fourfold.oracle.cost_model import Setting
     from fourfold.planner.search_task import Measure
 
 
@@ -41,7 +41,6 @@ class Search:
     def run(self, voice: Console) -> int:
         """Search, answer and write; the exit code."""
         with voice.working(f"capturing {self.model}") as say, ExitStack() as stack:
-            from fourfold.oracle.cost_summary import summary_of
             from fourfold.planner import SearchTask, search
             from fourfold.report.pictures import check_picture
             from fourfold.report.ranking import ranking_record, ranking_text
@@ -71,9 +70,9 @@ class Search:
             if self.output is not None and best is not None and is_leader():
                 made_for = {"cluster": self.cluster, "precision": self.precision, "optimizer": self.optimizer}
                 write_plan(seen.adopted(best.plan), seen.graph, self.output, made_for=made_for)
-            traced = write_trace(summary_of(best.prediction), self.trace) if best is not None else None
+            traced = write_trace(best, self.trace) if best is not None else None
             if best is not None:
-                draw_step(summary_of(best.prediction), self.plot, f"{self.model} by {best.plan.strategy}")
+                draw_step(best, self.plot, f"{self.model} by {best.plan.strategy}")
             if self.report is not None and is_leader():
                 write_page(
                     self.report,

@@ -64,7 +64,7 @@ def simulate(
     voice = Console(json=as_json)
     counts = _counts(devices)
     with voice.counting(f"capturing {model}") as told:
-        from fourfold.oracle.cost_summary import strategies_of
+        from fourfold.oracle.cost_model import strategies_of
         from fourfold.oracle.scaling import Study
         from fourfold.plans.strategies.named import parse
         from fourfold.report.pictures import check_picture, scaling_picture
@@ -97,7 +97,7 @@ def simulate(
         for done, (count, name) in enumerate(cells):
             told(f"{name} on {count}", done, len(cells))
             rows.append(study.row(name, count))
-        file = write_trace(rows[0].figures, trace)
+        file = write_trace(rows[0].forecast, trace)
         if plot is not None:
             scaling_picture(rows, plot, title=f"{model} on {cluster}", weak=weak)
     last = settings[counts[-1]]

@@ -22,16 +22,14 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from fourfold.errors import Error, Infeasible
-from fourfold.oracle.prices.prices import Prices
-from fourfold.oracle.time.estimate import estimate
-from fourfold.planner.search_task import AUTO, Candidate, Ranking, Refusal, SearchTask
+from fourfold.oracle.predict import Prediction, predict
+from fourfold.planner.search_task import AUTO, Ranking, Refusal, SearchTask
 from fourfold.planner.splits.meshes import WIDEST
 from fourfold.planner.splits.split_search import Found, Splitting
 from fourfold.planner.stages.boundary_search import hill_climb
 from fourfold.planner.stages.partition import Staged
 from fourfold.planner.stages.stage_search import staged
 from fourfold.plans import lower_plan, named
-from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.lowering.additive_loss import microbatched
 from fourfold.plans.spec.plan import Plan
 from fourfold.plans.strategies.compose import recomputed
@@ -75,21 +73,16 @@ def search(task: SearchTask, say: Say = lambda text: None) -> Ranking:
     return replace(found, seconds=time.perf_counter() - begun)
 
 
-def replayed(task: SearchTask, plan: Plan) -> Candidate:
-    """A plan, whoever made it, replayed in full."""
-    mine = replace(plan, graph=task.graph.hash)
-    return _timed(mine, lower_plan(task.graph, mine), task.setting.prices, task.setting.optimizer)
-
-
-def _timed(plan: Plan, lowered: LoweredPlan, prices: Prices, optimizer: str) -> Candidate:
-    timed = estimate(lowered, prices, optimizer=optimizer)
-    return Candidate(plan=plan, lowered=lowered, prices=prices, estimate=timed, optimizer=optimizer)
+def replayed(task: SearchTask, plan: Plan) -> Prediction:
+    """The full replay of a plan."""
+    lowered = lower_plan(task.graph, replace(plan, graph=task.graph.hash))
+    return predict(lowered, task.setting.prices, optimizer=task.setting.optimizer)
 
 
 class _Search:
     def __init__(self, task: SearchTask, say: Say, begun: float) -> None:
         self.task, self.say, self.begun = task, say, begun
-        self.found: list[Candidate] = []
+        self.found: list[Prediction] = []
         self.refusals: list[Refusal] = []
         self.notes: list[str] = []
 
@@ -113,17 +106,17 @@ class _Search:
             notes=tuple(self.notes),
         )
 
-    def _ranked(self) -> list[Candidate]:
+    def _ranked(self) -> list[Prediction]:
         """By their steps; before them the best: the fastest that fits and gives the numbers of one device, or a tie."""
-        ordered = sorted(self.found, key=lambda c: c.seconds)
+        ordered = sorted(self.found, key=lambda c: c.step_seconds)
         best = _best(c for c in ordered if self._exact(c)) or _best(ordered)
         if best is None:
-            return sorted(ordered, key=lambda c: c.over)
+            return sorted(ordered, key=lambda c: c.excess_bytes)
         if self._exact(best) and not self._exact(ordered[0]) and ordered[0].feasible:
             self.notes.append(f"faster, but not the numbers of one device that takes its batch whole: {self._mixed}")
         return [best, *(c for c in ordered if c is not best)]
 
-    def _exact(self, candidate: Candidate) -> bool:
+    def _exact(self, candidate: Prediction) -> bool:
         """Whether it gives the numbers of one device that takes its batch whole."""
         return not self._mixed or candidate.plan.microbatches == 1
 
@@ -140,12 +133,12 @@ class _Search:
     @property
     def fastest(self) -> float:
         """Seconds of the fastest so far, whether or not it fits."""
-        return min((c.seconds for c in self.found), default=float("inf"))
+        return min((c.step_seconds for c in self.found), default=float("inf"))
 
     @property
     def _fits(self) -> bool:
         """Whether the fastest so far fits."""
-        return bool(self.found) and min(self.found, key=lambda c: c.seconds).feasible
+        return bool(self.found) and min(self.found, key=lambda c: c.step_seconds).feasible
 
     def _named(self) -> Iterator[str]:
         wanted = self.task.strategies
@@ -170,7 +163,7 @@ class _Search:
     def _large(self) -> bool:
         return len(self.task.graph.ops) * self.task.devices > LARGE
 
-    def _try(self, name: str, make: Callable[[], Plan]) -> Candidate | None:
+    def _try(self, name: str, make: Callable[[], Plan]) -> Prediction | None:
         """Replay a plan in full, or note why not."""
         if self._late() and self.found:
             return None
@@ -228,7 +221,7 @@ class _Search:
 
     def _shift(self) -> None:
         """The fastest plan, where it has stages, with its boundaries moved."""
-        first = min(self.found, key=lambda c: c.seconds, default=None)
+        first = min(self.found, key=lambda c: c.step_seconds, default=None)
         if first is None or not first.plan.stages or self._large or self._late():
             return
         self.say(f"shifting the boundaries of {len(first.plan.stages)} stages")
@@ -238,7 +231,7 @@ class _Search:
 
     def _fitted(self) -> None:
         """Other ways to hold the fastest plans that do not fit, until one that fits is faster."""
-        for candidate in sorted(self.found, key=lambda c: c.seconds)[: 1 + REPLAYED]:
+        for candidate in sorted(self.found, key=lambda c: c.step_seconds)[: 1 + REPLAYED]:
             if candidate.feasible:
                 break
             for plan in self._leaner(candidate.plan):
@@ -258,14 +251,14 @@ class _Search:
                     yield replace(again, zero=3)
 
 
-def _best(ordered: Iterable[Candidate]) -> Candidate | None:
+def _best(ordered: Iterable[Prediction]) -> Prediction | None:
     """Of candidates by their steps the first that fits, or one as good as equal to it that does with less."""
     best, limit = None, float("inf")
     for candidate in ordered:
-        if candidate.seconds > limit:
+        if candidate.step_seconds > limit:
             break
         if (best is None or _machinery(candidate.plan) < _machinery(best.plan)) and candidate.feasible:
-            best, limit = candidate, min(limit, (1 + TIE) * candidate.seconds)
+            best, limit = candidate, min(limit, (1 + TIE) * candidate.step_seconds)
     return best
 
 
@@ -284,4 +277,4 @@ def alike(a: Plan, b: Plan) -> bool:
     return bare[0] == bare[1]
 
 
-__all__ = ["Candidate", "Ranking", "Refusal", "SearchTask", "search"]
+__all__ = ["Ranking", "Refusal", "SearchTask", "search"]

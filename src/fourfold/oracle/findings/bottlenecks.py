@@ -18,7 +18,7 @@ from fourfold.oracle.findings.finding import (
     layer_of,
 )
 from fourfold.oracle.prices.prices import Prices
-from fourfold.oracle.time.items import CATEGORIES, Category, Item
+from fourfold.oracle.time.items import CATEGORIES, CATEGORY_LABELS, Category, Item
 from fourfold.oracle.time.stage_comm import groups_along
 from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.units import bytes_text, seconds_text
@@ -44,7 +44,6 @@ def gradient_exchange(case: FindingContext) -> Iterator[Finding]:
         case,
         "gradient_exchange",
         "gradient-exchange",
-        "gradient exchange",
         layers,
         "give each rank more examples, divide the large weights (filter, splitbrain) or use fewer replicas",
     )
@@ -57,7 +56,7 @@ def layer_exchange(case: FindingContext) -> Iterator[Finding]:
     remedy = "keep the axis within a node, make it shorter, or split these layers by batch"
     if 2 * norms > sum(seconds for seconds, _ in layers.values()):
         remedy = "statistics of norms over all ranks are most of it: give each rank more examples, or use norms without them"
-    yield from _exchange(case, "layer_exchange", "layer-exchange", "exchange between layers", layers, remedy)
+    yield from _exchange(case, "layer_exchange", "layer-exchange", layers, remedy)
 
 
 def halo(case: FindingContext) -> Iterator[Finding]:
@@ -66,13 +65,12 @@ def halo(case: FindingContext) -> Iterator[Finding]:
         case,
         "halo",
         "halo-exchange",
-        "point-to-point exchange of halos",
         _layers(case, "halo"),
         "use fewer ranks on the domain, keep them within a node, or split another dim",
     )
 
 
-def _exchange(case: FindingContext, term: Category, name: str, what: str, layers: Layers, remedy: str) -> Iterator[Finding]:
+def _exchange(case: FindingContext, term: Category, name: str, layers: Layers, remedy: str) -> Iterator[Finding]:
     seconds = case.estimate.breakdown[term]
     share = seconds / case.step if case.step else 0.0
     if share < EXCHANGE_SHARE or not layers:
@@ -84,7 +82,7 @@ def _exchange(case: FindingContext, term: Category, name: str, what: str, layers
         name=name,
         kind="bottleneck",
         where=layer,
-        text=f"{what} takes {part} for {bytes_text(moved)} a rank, the most at {layer} ({seconds_text(most)}, "
+        text=f"{CATEGORY_LABELS[term]} takes {part} for {bytes_text(moved)} a rank, the most at {layer} ({seconds_text(most)}, "
         f"{bytes_text(size)}); {remedy}",
         numbers={"seconds": seconds, "share": share, "bytes": moved, "layer_seconds": most, "layer_bytes": size},
     )

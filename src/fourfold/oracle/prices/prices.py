@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from fourfold.cluster import Cluster, Collective, Device, Precision
 from fourfold.optimizers import OPTIMIZERS
@@ -21,6 +21,7 @@ from fourfold.oracle.prices.traffic import Traffic, traffic
 from fourfold.plans.spec.placement import Placement
 
 Source = Literal["measured", "fitted", "roofline"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 UNKNOWN_SPREAD = {"measured": 0.05, "fitted": 0.15, "roofline": 0.4}
 """Relative uncertainty of a time by where it comes from, where none was recorded: assumed."""
 
