@@ -62,14 +62,14 @@ def on_two_cores(*works: tuple[int, Work], beside: int = 0) -> float:
 
 def test_ranks_that_wait_for_the_slowest_leave_their_cores() -> None:
     assert on_two_cores((4, Work(seconds=1.0))) == pytest.approx(2.0)
-    assert on_two_cores((4, Work(seconds=1.0, even=0.75))) == pytest.approx(1.5)
+    assert on_two_cores((4, Work(seconds=1.0, mean_over_max=0.75))) == pytest.approx(1.5)
     for even in (0.5, 0.25):
-        assert on_two_cores((4, Work(seconds=1.0, even=even))) == pytest.approx(1.0)
-    assert on_two_cores((2, Work(seconds=1.0)), (2, Work(seconds=1.0, even=0.5))) == pytest.approx(1.5)
+        assert on_two_cores((4, Work(seconds=1.0, mean_over_max=even))) == pytest.approx(1.0)
+    assert on_two_cores((2, Work(seconds=1.0)), (2, Work(seconds=1.0, mean_over_max=0.5))) == pytest.approx(1.5)
 
 
 def test_exchanges_measured_beside_others_are_not_slowed_by_them_again() -> None:
-    pair = (2, Work(seconds=0.0, still=1.0))
+    pair = (2, Work(seconds=0.0, blocked=1.0))
     assert on_two_cores(pair, beside=2) == pytest.approx(1.0) == on_two_cores(pair, pair, beside=2)
     assert on_two_cores(pair, pair) == pytest.approx(2.0), "each was measured alone"
 

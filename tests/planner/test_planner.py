@@ -23,10 +23,10 @@ from fourfold.oracle.predict import Prediction
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, SearchTask, search
 from fourfold.planner.explain import compare, explained, with_scaled_links, with_scaled_memory
-from fourfold.planner.search import TIE, alike
+from fourfold.planner.search import TIE, same_plan
 from fourfold.planner.splits.solve import solve
 from fourfold.planner.splits.split_groups import split_groups
-from fourfold.planner.splits.split_search import Splitting
+from fourfold.planner.splits.split_search import SplitSearch
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.lowering.stages import cut
 from fourfold.report.explain import _why_not
@@ -108,19 +108,19 @@ def test_a_deep_network_on_slow_links_becomes_a_pipeline() -> None:
     assert len(found.plan.stages) > 1
 
 
-# --- knots and bounds ---------------------------------------------------------------------------------------------------
+# --- groups and bounds ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_every_op_that_depends_on_an_input_is_in_one_knot(name: str) -> None:
+def test_every_op_that_depends_on_an_input_is_in_one_group(name: str) -> None:
     graph = graph_of(name)
     live = cut(graph, [""]).live
     found = split_groups(graph, batch_of(name), live)
-    owned = [op.name for knot in found for op in knot.graph.ops if op.name in graph.dependent]
+    owned = [op.name for group in found for op in group.graph.ops if op.name in graph.dependent]
     first = [op.name for op in graph.ops if op.name in graph.dependent]
-    assert set(owned) <= set(first) and len({knot.key for knot in found}) <= len(found)
-    makers = {value: knot.index for knot in found for op in knot.graph.ops for value in op.results}
-    assert all(makers[value] == maker for knot in found for value, maker in knot.reads)
+    assert set(owned) <= set(first) and len({group.key for group in found}) <= len(found)
+    makers = {value: group.index for group in found for op in group.graph.ops for value in op.results}
+    assert all(makers[value] == maker for group in found for value, maker in group.reads)
 
 
 def test_the_same_search_twice_gives_the_same_ranking() -> None:
@@ -165,15 +165,15 @@ def test_fixed_splits_are_kept_and_impossible_ones_refused() -> None:
 @pytest.mark.parametrize("name", ["vgg16-cifar", "gpt2"])
 def test_sums_played_beside_backward_cost_no_more_than_after_it_and_no_less_than_nothing(name: str) -> None:
     wanted = task(graph_of(name), "ethernet-10g-gpu", 8, 16)
-    splitting, seen = Splitting(wanted, wanted.graph), 0
+    splitting, seen = SplitSearch(wanted, wanted.graph), 0
     for grid in splitting.grids():
         surrogate = splitting.surrogate(grid, tuple(range(8)), 16)
         for hidden in (1.0, 0.0):
             solution = solve(surrogate.problem(hidden))
             assert solution is not None
             low, high = (surrogate.problem(part).cost(solution.choice) for part in (1.0, 0.0))
-            assert low * (1 - 1e-9) <= surrogate.played(solution.choice) <= high * (1 + 1e-9)
-            seen += low < surrogate.played(solution.choice) < high
+            assert low * (1 - 1e-9) <= surrogate.overlapped_seconds(solution.choice) <= high * (1 + 1e-9)
+            seen += low < surrogate.overlapped_seconds(solution.choice) < high
     assert seen, "some sums are hidden in part"
 
 
@@ -257,15 +257,15 @@ def test_plans_found_for_any_cluster_give_the_numbers_of_one_device(name: str) -
         found = search(task(graph_of(name), cluster, devices, batch_of(name)))
         auto = [c.plan for c in found.candidates if c.plan.strategy == "auto"]
         plan = next((p for p in auto if p.microbatches == 1 or not p.notes), None)  # batch norm sees micro-batches
-        if plan is not None and not any(alike(plan, other) for other in seen):
+        if plan is not None and not any(same_plan(plan, other) for other in seen):
             seen.append(plan)
             assert_equal(built_in(name).errors(plan))
     assert seen
 
 
 def test_axes_are_called_by_what_is_split_over_them() -> None:
-    from fourfold.planner.splits.split_search import emitted
+    from fourfold.planner.splits.split_search import plan_of_splits
 
     rules = (("a", {"x": "batch", "y": "domain:0"}), ("b", {"x": "batch", "y": "replicate"}))
-    plan = emitted(graph_of("unet3d"), 4, Mesh.of(x=2, y=2), rules)
+    plan = plan_of_splits(graph_of("unet3d"), 4, Mesh.of(x=2, y=2), rules)
     assert plan.mesh.names == ("data", "space") and plan.inputs == {"data": "batch", "space": "domain:0"}

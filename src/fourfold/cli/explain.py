@@ -28,7 +28,7 @@ def explain(
     with voice.working(f"reading {file}") as say:
         from fourfold.planner import SearchTask, search
         from fourfold.planner.explain import explained
-        from fourfold.planner.search import replayed
+        from fourfold.planner.search import replay_plan
         from fourfold.plans.spec.plan_file import read_plan
         from fourfold.report.explain import explanation_record, explanation_text
         from fourfold.workload.graph_cache import graph_of_plan
@@ -39,7 +39,7 @@ def explain(
         asked_for = setting(made["cluster"], plan.size, made["precision"], made["optimizer"], "fourfold")
         freeze_gc()
         task = SearchTask(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
-        told = explained(search(task, say), replayed(task, plan), say)
+        told = explained(search(task, say), replay_plan(task, plan), say)
     voice.answer(explanation_record(told, model=name), lambda: explanation_text(told, model=name))
 
 

@@ -49,7 +49,7 @@ def report(
     voice = Console(json=as_json)
     with voice.counting(f"reading {file}") as told:
         from fourfold.planner import SearchTask, search
-        from fourfold.planner.search import replayed
+        from fourfold.planner.search import replay_plan
         from fourfold.plans.spec.plan_file import read_plan
         from fourfold.report.runs import read_run
         from fourfold.workload.graph_cache import graph_of_plan
@@ -63,7 +63,7 @@ def report(
         freeze_gc()
         task = SearchTask(graph=priced(graph, asked_for), batch=plan.batch, setting=asked_for)
         ranking = search(task, lambda words: told(words, 0, 1))
-        mine = replayed(task, plan)
+        mine = replay_plan(task, plan)
         write_page(output, ranking, model=name, cluster=made["cluster"], chosen=mine, runs=measured, limit=what_if, told=told)
     voice.answer({"model": name, "file": str(output)}, lambda: f"written to {output}")
 

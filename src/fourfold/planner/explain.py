@@ -10,7 +10,7 @@ from fourfold.errors import Error
 from fourfold.oracle.findings.finding import Finding
 from fourfold.oracle.predict import Prediction
 from fourfold.oracle.time.items import CATEGORIES, Category
-from fourfold.planner.search import alike, search
+from fourfold.planner.search import same_plan, search
 from fourfold.planner.search_task import Ranking, SearchTask
 
 LINK_FACTOR = 10  # of the what-ifs; powers that change a plan, chosen
@@ -48,7 +48,7 @@ class Explanation:
 
 def explained(ranking: Ranking, plan: Prediction, say: Callable[[str], None] = lambda text: None) -> Explanation:
     """A plan of a ranking: beside data parallelism and the two fastest others, with its findings and what-ifs."""
-    others = [c for c in ranking.candidates if not alike(c.plan, plan.plan)]
+    others = [c for c in ranking.candidates if not same_plan(c.plan, plan.plan)]
     data = [c for c in others if c.plan.strategy == "data"]
     near = sorted((c for c in others if c not in data), key=lambda c: c.step_seconds)[:2]
     return Explanation(

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers: values."""
+"""The planner's input and output: a search task, and a ranking of predicted plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Measure = Callable[[Sequence[LoweredPlan]], Prices]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchTask:
-    """A model, a batch and a cluster, and what restricts the answer.
+    """A model, a batch and a cluster to plan for, and restrictions.
 
     `strategies`: only these named ones (``auto``: what the planner finds); none: all. `fixed`: patterns of ops and the split
     they shall have on some axis. `limit`: seconds after which the best so far is the answer.
@@ -61,7 +61,7 @@ class SearchTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A strategy that cannot be, and why."""
+    """A strategy that cannot be used, and why."""
 
     strategy: str
     reason: str
@@ -79,7 +79,7 @@ class Ranking:
 
     @property
     def best(self) -> Prediction | None:
-        """The fastest that fits, or one as good as equal to it that needs less machinery."""
+        """The fastest that fits; within 1 %, the plan with less machinery."""
         return self.candidates[0] if self.candidates and self.candidates[0].feasible else None
 
     def nearest(self) -> str:

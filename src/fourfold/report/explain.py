@@ -13,7 +13,7 @@ from rich.text import Text
 from fourfold.oracle.predict import Prediction
 from fourfold.oracle.time.items import CATEGORY_LABELS
 from fourfold.planner.explain import Comparison, Explanation, WhatIf
-from fourfold.planner.search import TIE, alike
+from fourfold.planner.search import TIE, same_plan
 from fourfold.report.costs import setting_words
 from fourfold.report.plans import split_table
 from fourfold.report.ranking import plan_name
@@ -97,7 +97,7 @@ def _row(change: WhatIf, told: Explanation, here: float) -> list[str]:
         return [change.change, "none fits", change.reason[: WIDTH // 3], "", "", ""]
     best = change.best
     speed = best.plan.batch / best.step_seconds
-    same = alike(replace(told.plan.plan, batch=best.plan.batch), best.plan)
+    same = same_plan(replace(told.plan.plan, batch=best.plan.batch), best.plan)
     word = "the same plan" if same else plan_name(best)
     return [change.change, word, mesh_text(best.plan), seconds_text(best.step_seconds), f"{speed:.4g}", f"{speed / here:.2f}x"]
 

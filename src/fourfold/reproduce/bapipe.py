@@ -20,11 +20,11 @@ from fourfold.graph import Graph
 from fourfold.ops.nest import nest_of
 from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.predict import Prediction, predict
-from fourfold.planner.search import replayed, search
+from fourfold.planner.search import replay_plan, search
 from fourfold.planner.search_task import SearchTask
 from fourfold.planner.stages.boundary_search import hill_climb
-from fourfold.planner.stages.partition import Staged
-from fourfold.planner.stages.stage_search import staged
+from fourfold.planner.stages.partition import StagedPlan
+from fourfold.planner.stages.stage_search import staged_plans
 from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.spec.schedule_timing import Transfers, makespan
@@ -197,16 +197,16 @@ def compared(case: Case) -> Compared:
     graph = graph_of(case.model)
     prices = known_prices(cluster_named(case.cluster, devices=case.devices), case.precision)
     task = SearchTask(graph=graph, batch=case.batch, setting=Setting(prices=prices, optimizer=OPTIMIZER))
-    cuts = [cut for cut in staged(task, 0.0, float("inf"), few=False, mixed=False) if isinstance(cut, Staged)]
+    cuts = [cut for cut in staged_plans(task, 0.0, float("inf"), few=False, mixed=False) if isinstance(cut, StagedPlan)]
     plans = [cut.plan for cut in islice(sorted(cuts, key=lambda cut: cut.cost), REPLAYED)]
     streams = all(kind.asynchronous for kind, _ in prices.cluster.runs_in_use())
     plans = [replace(plan, schedule="1f1b-as") for plan in plans] if streams else plans
-    tried = [replayed(task, plan) for plan in plans]
+    tried = [replay_plan(task, plan) for plan in plans]
     first = min(
         (c for c in tried if c.feasible), key=lambda c: c.step_seconds, default=min(tried, key=lambda c: c.step_seconds)
     )
-    best = hill_climb(first, graph, partial(replayed, task))
-    data = replayed(task, named("data", graph, ranks=case.devices, batch=case.batch))
+    best = hill_climb(first, graph, partial(replay_plan, task))
+    data = replay_plan(task, named("data", graph, ranks=case.devices, batch=case.batch))
     return Compared(case=case, best=best, even=_even(task, best.plan), data=data, chosen=_chosen(task))
 
 
@@ -224,7 +224,7 @@ def _even(task: SearchTask, like: Plan) -> Prediction | None:
     firsts = [like.stages[0].first, *(layers[len(layers) * k // count] for k in range(1, count))]
     stages = tuple(replace(stage, first=first) for stage, first in zip(like.stages, firsts, strict=True))
     try:
-        return replayed(task, replace(like, stages=stages))
+        return replay_plan(task, replace(like, stages=stages))
     except Error:
         return None
 

@@ -23,18 +23,18 @@ FEW = 8  # stages up to which every boundary is tried
 
 
 def hill_climb(
-    candidate: Prediction, graph: Graph, replayed: Callable[[Plan], Prediction], late: Callable[[], bool] = lambda: False
+    candidate: Prediction, graph: Graph, replay: Callable[[Plan], Prediction], out_of_time: Callable[[], bool] = lambda: False
 ) -> Prediction:
-    """The best plan that is reached, or the candidate itself. One that fits is not left for one that does not. `late`: whether
-    the time for the search is over."""
+    """The best plan that is reached, or the candidate itself. One that fits is not left for one that does not. `out_of_time`:
+    whether the search must stop."""
     best = candidate
     for _ in range(ROUNDS):
         near = []
         for plan in shifted(graph, best.plan, _movable(best)):
-            if late():
+            if out_of_time():
                 return best
             with suppress(Error):  # a stage that cannot begin there
-                near.append(replayed(replace(plan, strategy=AUTO)))
+                near.append(replay(replace(plan, strategy=AUTO)))
         better = min(near, key=lambda c: c.step_seconds, default=best)
         if better.step_seconds >= best.step_seconds or (best.feasible and not better.feasible):
             break

@@ -12,7 +12,7 @@ from fourfold.oracle.predict import Prediction
 from fourfold.oracle.scaling import Row
 from fourfold.oracle.time.items import CATEGORY_LABELS, Item
 from fourfold.planner import Ranking
-from fourfold.planner.search import alike
+from fourfold.planner.search import same_plan
 from fourfold.planner.what_if import Answer, Point, WhatIfGrid
 from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.report.costs import setting_words
@@ -71,7 +71,7 @@ def _shown(ranking: Ranking, chosen: Prediction | None) -> list[Prediction]:
     some = list(ranking.candidates[:PLANS])
     if chosen is None:
         return some
-    return [chosen, *(c for c in some if not alike(c.plan, chosen.plan))]
+    return [chosen, *(c for c in some if not same_plan(c.plan, chosen.plan))]
 
 
 def _plan(c: Prediction) -> dict[str, Any]:
