@@ -30,7 +30,7 @@ from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices import prices
-from fourfold.oracle.prices.efficiency import from_data
+from fourfold.oracle.prices.efficiency import efficiency_of
 from fourfold.oracle.prices.fitting import fit, kernel_of_row
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
@@ -135,7 +135,7 @@ def unseen(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any
         }
         kind = cluster_named("dgx-h200").device(0)
         left = [row for row in raw if _layer(kernel_of_row(row)) not in own]
-        known = from_data("h200", {"source": "", **fit(left, rates=dict(kind.rates), bandwidth=kind.bandwidth)})
+        known = efficiency_of("h200", {"source": "", **fit(left, rates=dict(kind.rates), bandwidth=kind.bandwidth)})
         prices.shipped = lambda name, known=known: known  # type: ignore[assignment]
         for row in mine:
             yield row, score(row, graphs[row["precision"]]).errors["shipped"]

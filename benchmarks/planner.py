@@ -19,8 +19,8 @@ from pathlib import Path
 
 from fourfold.api.settings import freeze_gc, setting_of
 from fourfold.planner import SearchTask, search
-from fourfold.planner.search import replayed
-from fourfold.planner.splits.split_search import Found, Splitting
+from fourfold.planner.search import replay_plan
+from fourfold.planner.splits.split_search import SplitPlan, SplitSearch
 from fourfold.workload.workload import load_workload
 
 FOLDER = Path(__file__).parent / "results"
@@ -93,10 +93,10 @@ def splits() -> Iterator[dict[str, object]]:
     """Of each case the plans by the surrogate's cost, with their replayed steps."""
     for (model, batch), (cluster, devices) in itertools.product(MODELS, CLUSTERS):
         task = task_of(model, cluster, devices, batch)
-        splitting = Splitting(task, task.graph)
-        found = [f for grid in splitting.grids() for f in splitting.solved(grid) if isinstance(f, Found) and f.fits]
+        splitting = SplitSearch(task, task.graph)
+        found = [f for grid in splitting.grids() for f in splitting.plans(grid) if isinstance(f, SplitPlan) and f.fits]
         found.sort(key=lambda f: f.cost)
-        steps = [replayed(task, f.plan).seconds for f in found]
+        steps = [replay_plan(task, f.plan).step_seconds for f in found]
         if not steps:
             continue
         print(

@@ -25,7 +25,7 @@ from scipy.stats import binom
 
 from fourfold.calibrate.measured_prices import timing
 from fourfold.cluster import load_cluster
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan, load_plan, save_plan
@@ -143,7 +143,7 @@ def choose(place: str, model: str, cluster_file: Path, folder: Path) -> Match:
             continue
         if name == CHOSEN and plan.strategy != "auto":
             match.same = plan.strategy
-        match.contenders.append(Contender(name, about(plan), candidate.seconds, exact))
+        match.contenders.append(Contender(name, about(plan), candidate.step_seconds, exact))
         if is_leader():
             save_plan(plan, folder / f"{name.replace(':', ' ')}.json")
     say(f"{place} {model}: chose {about(found.best.plan)} in {found.seconds:.1f} s")

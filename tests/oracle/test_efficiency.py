@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.cluster import cluster_named
 from fourfold.graph.spec import TensorSpec
-from fourfold.oracle.prices.efficiency import ARITHMETIC, family_of, features, format_of, from_data, shipped
+from fourfold.oracle.prices.efficiency import ARITHMETIC, efficiency_of, family_of, features, format_of, shipped_efficiency
 from fourfold.oracle.prices.fitting import fit
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
@@ -71,14 +71,14 @@ def test_the_engine_around_a_measured_backward_is_taken_off_the_host() -> None:
 
 def test_near_kernels_decide_and_far_away_the_nearest_does() -> None:
     rows = [row(matmul(1 << n), matmul(1 << n).flops / 8e12 / e, 1.0) for n, e in ((10, 0.1), (14, 0.4))]
-    known = from_data("gpu", {"source": "", **fitted(rows)})
+    known = efficiency_of("gpu", {"source": "", **fitted(rows)})
     found = [matmul(rows).flops / 8e12 / known.seconds(matmul(rows), "forward", precision="tf32", rate=8e12, bandwidth=1e15)
              for rows in (1 << 10, 1 << 12, 1 << 14, 1 << 20)]  # fmt: skip
     assert found == pytest.approx([0.1, 0.2, 0.4, 0.4], rel=0.05)
 
 
 def test_no_shipped_kernel_computes_faster_than_the_device_can() -> None:
-    known = shipped("h200")
+    known = shipped_efficiency("h200")
     assert known is not None and sum(map(len, known.points.values())) > 1000
     for (family, _), points in known.points.items():
         cores = [p for p in points if family in ARITHMETIC and p.number in ("tf32", "bf16")]  # fp32 has Winograd's convolutions
@@ -89,7 +89,7 @@ def test_no_shipped_kernel_computes_faster_than_the_device_can() -> None:
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_more_bandwidth_or_a_higher_rate_never_hurts(way) -> None:
-    known = shipped("h200")
+    known = shipped_efficiency("h200")
     assert known is not None
     for kernel in (matmul(64), matmul(1 << 16, 1024), view(64)):
         before = known.seconds(kernel, way, **LIMITS)
@@ -98,7 +98,7 @@ def test_more_bandwidth_or_a_higher_rate_never_hurts(way) -> None:
 
 
 def test_an_op_nobody_measured_is_read_from_its_family() -> None:
-    known, spec = shipped("h200"), TensorSpec((64, 1 << 16), "float32")
+    known, spec = shipped_efficiency("h200"), TensorSpec((64, 1 << 16), "float32")
     unheard = Kernel(target="aten.mish.default", way="plain", arguments="", operands=(spec,), results=(spec,),
                      gradients=(True,), flops=spec.numel)  # fmt: skip
     assert known is not None and family_of(unheard) == "pointwise"

@@ -69,7 +69,7 @@ def test_ranks_that_wait_for_the_slowest_leave_their_cores() -> None:
 
 
 def test_exchanges_measured_beside_others_are_not_slowed_by_them_again() -> None:
-    pair = (2, Work(seconds=0.0, still=1.0))
+    pair = (2, Work(seconds=0.0, blocked=1.0))
     assert on_two_cores(pair, beside=2) == pytest.approx(1.0) == on_two_cores(pair, pair, beside=2)
     assert on_two_cores(pair, pair) == pytest.approx(2.0), "each was measured alone"
 

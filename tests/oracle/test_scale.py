@@ -203,7 +203,7 @@ def test_of_ranks_alike_the_one_on_the_slowest_and_smallest_device_counts() -> N
     mixed = replace(fast, kinds=(kind, slow), nodes=(replace(run, count=1), replace(run, count=1, device="slow")))
     alone, together = (predict(made, Prices(cluster=cluster)) for cluster in (fast, mixed))
     assert together.estimate.breakdown["compute"] == pytest.approx(10 * alone.estimate.breakdown["compute"])
-    assert (together.capacity, together.tightest) == (slow.memory, run.devices)
+    assert (together.capacity_bytes, together.tightest) == (slow.memory, run.devices)
 
 
 @cache

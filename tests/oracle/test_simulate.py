@@ -18,10 +18,11 @@ from fourfold.cli.main import run
 from fourfold.cluster import cluster_named
 from fourfold.cluster.local import RANKS_A_CORE, usable_cores
 from fourfold.errors import InvalidInput
-from fourfold.oracle.cost_summary import CostSummary, Setting, predicted
+from fourfold.oracle.cost_model import Forecast, Setting, forecast
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.scaling import Row, Study, fastest
 from fourfold.oracle.time.items import CATEGORIES
+from fourfold.planner.explain import with_scaled_memory
 from fourfold.plans import lower_plan, named
 from fourfold.report.scaling import Sparks, scaling_record, scaling_text
 from fourfold.report.trace import MICRO, trace_record
@@ -74,15 +75,15 @@ def test_weak_scaling_grows_the_batch_and_strong_keeps_it(scaling: str) -> None:
     found = rows(("data",), scaling=scaling)
     assert [row.batch for row in found] == ([8, 16, 32, 128] if scaling == "weak" else [8] * 4)
     for row in found:
-        assert row.figures is not None
-        assert row.samples_per_second == pytest.approx(row.batch / row.figures.step_seconds)
+        assert row.forecast is not None
+        assert row.samples_per_second == pytest.approx(row.batch / row.forecast.step_seconds)
         assert row.efficiency == pytest.approx(row.samples_per_second / row.devices / found[0].samples_per_second)
 
 
 def test_an_epoch_is_its_samples_at_the_speed_of_a_step() -> None:
     (row, *_) = rows(("data",), samples=1000)
-    assert row.figures is not None
-    assert row.epoch_seconds == pytest.approx(1000 / 8 * row.figures.step_seconds)
+    assert row.forecast is not None
+    assert row.epoch_seconds == pytest.approx(1000 / 8 * row.forecast.step_seconds)
     assert rows(("data",))[0].epoch_seconds is None
 
 
@@ -90,7 +91,7 @@ def test_what_a_strategy_cannot_do_is_a_row_with_the_reason() -> None:
     *_, row = rows(("filter",))
     assert row.devices == 16
     assert not row.feasible
-    assert row.figures is None
+    assert row.forecast is None
     assert "filters, fewer than the 16 ranks" in row.limits[0]
 
 
@@ -99,10 +100,11 @@ def test_the_fastest_row_fits() -> None:
     best = fastest(found)
     assert set(best) == set(COUNTS)
     for count, row in best.items():
-        same = [other.figures.step_seconds for other in found if other.devices == count and other.figures is not None]
-        assert row.figures is not None and row.figures.step_seconds == min(same)
-    full = [replace(row, figures=replace(row.figures, feasible=False)) for row in found if row.figures is not None]
-    assert fastest(full) == {}
+        same = [other.forecast.step_seconds for other in found if other.devices == count and other.forecast is not None]
+        assert row.forecast is not None and row.forecast.step_seconds == min(same)
+    tiny = {count: one.on(with_scaled_memory(one.cluster, 1e-9)) for count, one in study().settings.items()}
+    full = [study(settings=tiny).row("data", count) for count in COUNTS]
+    assert all(row.forecast is not None for row in full) and fastest(full) == {}
 
 
 def test_a_model_of_fixed_batch_does_not_scale_weakly() -> None:
@@ -113,7 +115,7 @@ def test_a_model_of_fixed_batch_does_not_scale_weakly() -> None:
 def test_paradls_formulas_give_terms_and_no_interval() -> None:
     graph = graph_of("vgg16-cifar")
     lowered = lower_plan(graph, named("data", graph, ranks=4, batch=8))
-    found = predicted(lowered, setting(4, model="paradl"))
+    found = forecast(lowered, setting(4, model="paradl"))
     assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
     assert found.breakdown["gradient_exchange"] > 0
     assert (found.interval, found.timeline, found.stage_peaks) == (None, None, ())
@@ -217,9 +219,9 @@ def test_ranks_beyond_this_machine_are_not_predicted_for_it(record: Callable[...
     assert (candidate["feasible"], found["best"]) == (True, 0)
 
 
-def staged() -> CostSummary:
+def staged() -> Forecast:
     graph = graph_of("vgg16-cifar")
-    return predicted(lower_plan(graph, named("data+pipeline", graph, ranks=4, batch=8)), setting(4))
+    return forecast(lower_plan(graph, named("data+pipeline", graph, ranks=4, batch=8)), setting(4))
 
 
 def threads(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -18,14 +18,15 @@ from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
+from fourfold.oracle.predict import Prediction
 from fourfold.oracle.prices.prices import Prices
-from fourfold.planner import Candidate, Ranking, SearchTask, search
-from fourfold.planner.explain import _against, explained, faster, roomier
-from fourfold.planner.search import TIE, alike
+from fourfold.planner import Ranking, SearchTask, search
+from fourfold.planner.explain import compare, explained, with_scaled_links, with_scaled_memory
+from fourfold.planner.search import TIE, same_plan
 from fourfold.planner.splits.solve import solve
 from fourfold.planner.splits.split_groups import split_groups
-from fourfold.planner.splits.split_search import Splitting
+from fourfold.planner.splits.split_search import SplitSearch
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.lowering.stages import cut
 from fourfold.report.explain import _why_not
@@ -55,7 +56,7 @@ def splits(plan: Plan, words: Sequence[str]) -> set[str]:
     return {by[axis] for path, by in plan.splits for axis in wide if axis in by and any(word in path for word in words)}
 
 
-def best(ranking: Ranking) -> Candidate:
+def best(ranking: Ranking) -> Prediction:
     assert ranking.best is not None
     return ranking.best
 
@@ -70,7 +71,7 @@ def test_on_a_slow_network_convolutions_go_by_batch_and_the_classifier_by_its_we
     assert splits(one.plan, ["features"]) == {"batch"}
     assert splits(one.plan, ["classifier"]) & {"filter", "channel"} and "batch" not in splits(one.plan, ["classifier"])
     data = next(c for c in found.candidates if c.plan.strategy == "data")
-    assert one.seconds < data.seconds / 3
+    assert one.step_seconds < data.step_seconds / 3
     first = best(found)  # alexnet's is faster still: the classifier on a rank of its own, as PipeDream has it
     assert first is one or [len(stage.ranks) for stage in first.plan.stages] == [7, 1]
 
@@ -81,11 +82,15 @@ def test_with_fast_links_and_many_examples_data_parallelism_wins() -> None:
 
 def test_of_plans_that_are_as_good_as_equal_the_best_needs_the_least_machinery() -> None:
     found = ranked("resnet50", "dgx-h100", 8, 2048)
-    equal = [c for c in found.candidates if c.feasible and c.seconds <= (1 + TIE) * min(c.seconds for c in found.candidates)]
+    equal = [
+        c
+        for c in found.candidates
+        if c.feasible and c.step_seconds <= (1 + TIE) * min(c.step_seconds for c in found.candidates)
+    ]
     assert {"data", "fsdp"} <= {c.plan.strategy for c in equal}
     assert (best(found).plan.zero, len(best(found).plan.stages)) == (0, 0)
     plain = [c for c in equal if not c.plan.zero and not c.plan.stages and c.plan.microbatches == 1 and not c.plan.recompute]
-    assert best(found) is min(plain, key=lambda c: c.seconds)
+    assert best(found) is min(plain, key=lambda c: c.step_seconds)
 
 
 def test_a_sample_that_no_device_holds_is_split_by_its_domain() -> None:
@@ -103,42 +108,42 @@ def test_a_deep_network_on_slow_links_becomes_a_pipeline() -> None:
     assert len(found.plan.stages) > 1
 
 
-# --- knots and bounds ---------------------------------------------------------------------------------------------------
+# --- groups and bounds ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_every_op_that_depends_on_an_input_is_in_one_knot(name: str) -> None:
+def test_every_op_that_depends_on_an_input_is_in_one_group(name: str) -> None:
     graph = graph_of(name)
     live = cut(graph, [""]).live
     found = split_groups(graph, batch_of(name), live)
-    owned = [op.name for knot in found for op in knot.graph.ops if op.name in graph.dependent]
+    owned = [op.name for group in found for op in group.graph.ops if op.name in graph.dependent]
     first = [op.name for op in graph.ops if op.name in graph.dependent]
-    assert set(owned) <= set(first) and len({knot.key for knot in found}) <= len(found)
-    makers = {value: knot.index for knot in found for op in knot.graph.ops for value in op.results}
-    assert all(makers[value] == maker for knot in found for value, maker in knot.reads)
+    assert set(owned) <= set(first) and len({group.key for group in found}) <= len(found)
+    makers = {value: group.index for group in found for op in group.graph.ops for value in op.results}
+    assert all(makers[value] == maker for group in found for value, maker in group.reads)
 
 
 def test_the_same_search_twice_gives_the_same_ranking() -> None:
     graph = graph_of("gpt2")
     one, other = (search(task(graph, "ethernet-10g", 4, 4)) for _ in range(2))
     assert [c.plan for c in one.candidates] == [c.plan for c in other.candidates]
-    assert [c.seconds for c in one.candidates] == [c.seconds for c in other.candidates]
+    assert [c.step_seconds for c in one.candidates] == [c.step_seconds for c in other.candidates]
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
 def smaller(wanted: SearchTask, factor: float) -> SearchTask:
-    return replace(wanted, setting=wanted.setting.on(roomier(wanted.cluster, factor)))
+    return replace(wanted, setting=wanted.setting.on(with_scaled_memory(wanted.cluster, factor)))
 
 
 def test_with_less_memory_a_slower_plan_that_fits_is_chosen_and_with_none_nothing() -> None:
     wanted = task(captured("alexnet"), "abci", 8, 64, "adamw")
     free = best(search(wanted))
-    share = 0.95 * free.prediction.peak_bytes / wanted.cluster.memory(0)
+    share = 0.95 * free.peak_bytes / wanted.cluster.memory(0)
     tight = search(smaller(wanted, share))
-    assert best(tight).prediction.peak_bytes <= best(tight).prediction.capacity
-    assert best(tight).seconds >= free.seconds
+    assert best(tight).peak_bytes <= best(tight).capacity_bytes
+    assert best(tight).step_seconds >= free.step_seconds
     nothing = search(smaller(wanted, 0.01 * share))
     assert nothing.best is None and "over" in nothing.nearest()
 
@@ -160,15 +165,15 @@ def test_fixed_splits_are_kept_and_impossible_ones_refused() -> None:
 @pytest.mark.parametrize("name", ["vgg16-cifar", "gpt2"])
 def test_sums_played_beside_backward_cost_no_more_than_after_it_and_no_less_than_nothing(name: str) -> None:
     wanted = task(graph_of(name), "ethernet-10g-gpu", 8, 16)
-    splitting, seen = Splitting(wanted, wanted.graph), 0
+    splitting, seen = SplitSearch(wanted, wanted.graph), 0
     for grid in splitting.grids():
         surrogate = splitting.surrogate(grid, tuple(range(8)), 16)
         for hidden in (1.0, 0.0):
             solution = solve(surrogate.problem(hidden))
             assert solution is not None
             low, high = (surrogate.problem(part).cost(solution.choice) for part in (1.0, 0.0))
-            assert low * (1 - 1e-9) <= surrogate.played(solution.choice) <= high * (1 + 1e-9)
-            seen += low < surrogate.played(solution.choice) < high
+            assert low * (1 - 1e-9) <= surrogate.overlapped_seconds(solution.choice) <= high * (1 + 1e-9)
+            seen += low < surrogate.overlapped_seconds(solution.choice) < high
     assert seen, "some sums are hidden in part"
 
 
@@ -200,26 +205,26 @@ def test_an_explanation_compares_and_recomputes() -> None:
     wanted = task(captured("alexnet"), "ethernet-1g", 4, 64)
     ranking = search(wanted)
     told = explained(ranking, best(ranking))
-    assert told.against[0].other.plan.strategy == "data" and told.against[0].longer > 0
+    assert told.comparisons[0].other.plan.strategy == "data" and told.comparisons[0].longer > 0
     changes = {change.change: change.best for change in told.changes}
     fast = changes["links 10 times as fast"]
-    assert fast is not None and fast.seconds < best(ranking).seconds
-    assert faster(wanted.cluster, 10).links[0].bandwidth == 10 * wanted.cluster.links[0].bandwidth
+    assert fast is not None and fast.step_seconds < best(ranking).step_seconds
+    assert with_scaled_links(wanted.cluster, 10).links[0].bandwidth == 10 * wanted.cluster.links[0].bandwidth
 
 
 def test_faster_links_leave_a_ranks_own_copies_as_they_are() -> None:
     cluster, both = local(2), ("all_gather", "shared_fetch")
     link = cluster.links[0].name
     curves = tuple(Curve(collective=kind, level=link, ranks=2, sizes=(1e3,), seconds=(1e-3,)) for kind in both)  # type: ignore[arg-type]
-    found = faster(replace(cluster, measured=Measured(curves=curves)), 10).measured.curves
+    found = with_scaled_links(replace(cluster, measured=Measured(curves=curves)), 10).measured.curves
     assert [curve.seconds for curve in found] == [(pytest.approx(1e-4),), (1e-3,)]
 
 
 @pytest.mark.parametrize(("part", "word"), [(0.995, "as good as equal"), (0.9, "it is the better plan")])
 def test_a_faster_plan_is_called_better_if_it_is_more_than_a_tie(part: float, word: str) -> None:
     plan = best(search(replace(task(captured("alexnet"), "ethernet-1g", 4, 64), strategies=("data",))))
-    other = replace(plan, estimate=replace(plan.estimate, step_seconds=part * plan.seconds))
-    (line,) = _why_not(plan, _against(plan, other))
+    other = replace(plan, estimate=replace(plan.estimate, step_seconds=part * plan.step_seconds))
+    (line,) = _why_not(plan, compare(plan, other))
     assert word in line
 
 
@@ -252,15 +257,15 @@ def test_plans_found_for_any_cluster_give_the_numbers_of_one_device(name: str) -
         found = search(task(graph_of(name), cluster, devices, batch_of(name)))
         auto = [c.plan for c in found.candidates if c.plan.strategy == "auto"]
         plan = next((p for p in auto if p.microbatches == 1 or not p.notes), None)  # batch norm sees micro-batches
-        if plan is not None and not any(alike(plan, other) for other in seen):
+        if plan is not None and not any(same_plan(plan, other) for other in seen):
             seen.append(plan)
             assert_equal(built_in(name).errors(plan))
     assert seen
 
 
 def test_axes_are_called_by_what_is_split_over_them() -> None:
-    from fourfold.planner.splits.split_search import emitted
+    from fourfold.planner.splits.split_search import plan_of_splits
 
     rules = (("a", {"x": "batch", "y": "domain:0"}), ("b", {"x": "batch", "y": "replicate"}))
-    plan = emitted(graph_of("unet3d"), 4, Mesh.of(x=2, y=2), rules)
+    plan = plan_of_splits(graph_of("unet3d"), 4, Mesh.of(x=2, y=2), rules)
     assert plan.mesh.names == ("data", "space") and plan.inputs == {"data": "batch", "space": "domain:0"}

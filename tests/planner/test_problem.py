@@ -15,7 +15,7 @@ CASES = 200
 
 
 def random_problem(seed: int) -> Problem:
-    """A few knots in a row with skips and branches between them; some pairs cannot be together."""
+    """A few groups in a row with skips and branches between them; some pairs cannot be together."""
     draw = np.random.default_rng(seed)
     count = int(draw.integers(2, 7))
     sizes = draw.integers(1, 5, count)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fourfold.cluster import cluster_named
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.scaling import Study
 from fourfold.planner import SearchTask, search
@@ -83,7 +83,7 @@ def test_plans_are_chosen_by_keyboard_too(page: Any) -> None:
 def test_layers_say_what_they_are(page: Any) -> None:
     layer = page.locator("#layers svg g").nth(2)
     layer.hover()
-    assert page.locator("#tip").is_visible() and "computing" in page.locator("#tip").inner_text()
+    assert page.locator("#tip").is_visible() and "compute" in page.locator("#tip").inner_text()
     page.keyboard.press("Escape")
     assert page.locator("#tip").is_hidden()
     layer.focus()

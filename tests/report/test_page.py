@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.cli.main import run
 from fourfold.cluster import cluster_named
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, SearchTask, search
 from fourfold.planner.what_if import Point, WhatIfGrid, what_if_grid
@@ -71,7 +71,7 @@ def test_names_cannot_break_out_of_the_page() -> None:
 
 def test_plans_are_told_as_the_ranking_has_them() -> None:
     plans = shown()["plans"]
-    assert [p["step"] for p in plans] == [c.seconds for c in ranking().candidates[: len(plans)]]
+    assert [p["step"] for p in plans] == [c.step_seconds for c in ranking().candidates[: len(plans)]]
     for told in plans:
         assert sum(told["breakdown"].values()) == pytest.approx(told["step"])
         assert all(sum(m["parts"].values()) == m["bytes"] for m in told["memory"])
@@ -97,7 +97,7 @@ def test_the_grid_has_what_was_asked_and_faster_links_never_hurt() -> None:
     for point, answer in found.answers.items():
         faster = found.answers.get(Point(batch=point.batch, links=point.links * 10, devices=point.devices))
         if faster is not None and faster.best is not None and answer.best is not None:
-            assert faster.best.seconds <= answer.best.seconds * 1.0001
+            assert faster.best.step_seconds <= answer.best.step_seconds * 1.0001
 
 
 def test_without_time_the_grid_has_the_answer_that_is_known() -> None:

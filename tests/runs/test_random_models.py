@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fourfold.cluster import Cluster, cluster_named, local
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, SearchTask, search
-from fourfold.planner.explain import faster, roomier
+from fourfold.planner.explain import with_scaled_links, with_scaled_memory
 from fourfold.plans import Plan
 from ranks import pool
 from small import Subject, assert_equal, observed, subject
@@ -108,7 +108,7 @@ def words(rng: random.Random, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
 def cluster(rng: random.Random) -> Cluster:
     """Two to four devices of some kind, with links and memories of any size."""
     found = cluster_named(rng.choice(PRESETS), devices=rng.randint(2, 4))
-    return roomier(faster(found, 10 ** rng.uniform(-2, 2)), 10 ** rng.uniform(-6, 0))
+    return with_scaled_memory(with_scaled_links(found, 10 ** rng.uniform(-2, 2)), 10 ** rng.uniform(-6, 0))
 
 
 def drawn(seed: int) -> tuple[Graph, Subject, int, random.Random]:
@@ -157,4 +157,4 @@ def test_no_plan_needs_more_memory_than_foretold(seeds: range) -> None:
         task = replace(one.task, plan=best.plan, precision="fp32", optimizer="momentum")
         fullest = max(real for (real,) in pool(best.plan.size)(observed, task))
         told = f"seed {seed}, {best.plan.strategy} on {best.plan.mesh}, {len(best.plan.stages)} stages"
-        assert fullest <= best.prediction.peak_bytes * (1 + UNDER), told
+        assert fullest <= best.peak_bytes * (1 + UNDER), told

@@ -22,7 +22,7 @@ from fourfold.errors import Infeasible, InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import capture
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import SearchTask, search
@@ -144,8 +144,8 @@ def searched(number: int) -> dict[str, Any]:
     assert found.best is not None
     best = found.best.plan
     text = f"{best.strategy} on {best.mesh}, {len(best.stages)} stages, {best.microbatches} micro-batches, zero {best.zero}"
-    return {"best": text, "splits": len(best.splits), "seconds": [c.seconds for c in found.candidates[:5]],
-            "peak": found.best.prediction.peak_bytes}  # fmt: skip
+    return {"best": text, "splits": len(best.splits), "seconds": [c.step_seconds for c in found.candidates[:5]],
+            "peak": found.best.peak_bytes}  # fmt: skip
 
 
 def _rounded(found: Any) -> Any:

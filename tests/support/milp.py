@@ -1,6 +1,6 @@
 """The same problem as a mixed-integer program for HiGHS: slow, and nothing like elimination, so that one checks the other.
 
-x[k, c] = 1 if knot k takes choice c; y[jk, c, d] >= 0 goes with both ends: its sums over d are x[j, c], over c x[k, d].
+x[k, c] = 1 if group k takes choice c; y[jk, c, d] >= 0 goes with both ends: its sums over d are x[j, c], over c x[k, d].
 """
 
 from __future__ import annotations

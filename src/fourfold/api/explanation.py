@@ -12,7 +12,7 @@ from fourfold.cluster import Cluster
 from fourfold.errors import InvalidInput
 from fourfold.planner import SearchTask, search
 from fourfold.planner.explain import Explanation, explained
-from fourfold.planner.search import replayed
+from fourfold.planner.search import replay_plan
 from fourfold.plans import Plan
 from fourfold.plans.spec.plan_file import read_plan
 from fourfold.workload.graph_cache import graph_of_plan
@@ -115,5 +115,5 @@ def price_plan(request: PlanRequest, model: str | Workload | None) -> PricedPlan
 def explain_priced(priced: PricedPlan, say: Say = lambda text: None) -> PlanExplanation:
     """The explanation of a plan whose graph is at hand."""
     ranking = search(priced.task, say)
-    explanation = explained(ranking, replayed(priced.task, priced.request.plan), say)
+    explanation = explained(ranking, replay_plan(priced.task, priced.request.plan), say)
     return PlanExplanation(model=priced.model, explanation=explanation)

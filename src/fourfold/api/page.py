@@ -14,9 +14,10 @@ from fourfold.api.settings import cluster_of
 from fourfold.cluster import Cluster
 from fourfold.errors import Error, InvalidInput
 from fourfold.files import write_file
+from fourfold.oracle.predict import Prediction
 from fourfold.oracle.scaling import Row, Study
-from fourfold.planner import Candidate, Ranking, search
-from fourfold.planner.search import replayed
+from fourfold.planner import Ranking, search
+from fourfold.planner.search import replay_plan
 from fourfold.planner.search_task import AUTO
 from fourfold.planner.what_if import what_if_grid
 from fourfold.report.costs import assumed
@@ -70,7 +71,7 @@ def report_priced(
 ) -> None:
     """Write the page of a plan whose graph is at hand."""
     ranking = search(priced.task, lambda words: progress(words, 0, 1))
-    chosen = replayed(priced.task, priced.request.plan)
+    chosen = replay_plan(priced.task, priced.request.plan)
     write_page(
         path,
         ranking,
@@ -89,7 +90,7 @@ def write_page(
     *,
     model: str,
     cluster: str | Cluster,
-    chosen: Candidate | None = None,
+    chosen: Prediction | None = None,
     runs: Sequence[Run] = (),
     limit: float,
     progress: Progress = no_progress,
@@ -132,4 +133,4 @@ def _scaling(ranking: Ranking, resized: Callable[[int], Cluster], limit: float, 
         progress(f"{name} on {count}", done, len(cells))
         rows.append(study.row(name, count))
     known = max((c.estimate.measured_share for c in ranking.candidates[:1]), default=0.0)
-    return [row for row in rows if row.figures is None or row.figures.known_from.get("measured", 0.0) >= COMPARABLE * known]
+    return [row for row in rows if row.forecast is None or row.forecast.known_from.get("measured", 0.0) >= COMPARABLE * known]

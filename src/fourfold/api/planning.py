@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from fourfold.api.settings import LOCAL, priced_graph, setting_of
 from fourfold.cluster import Cluster
 from fourfold.errors import Infeasible, InvalidInput
-from fourfold.oracle.cost_summary import CostSummary, Setting, predicted, summary_of
-from fourfold.oracle.time.estimate import estimate
-from fourfold.planner import Candidate, Ranking, SearchTask, search
+from fourfold.oracle.cost_model import Forecast, Setting, forecast
+from fourfold.oracle.predict import predict
+from fourfold.planner import Ranking, SearchTask, search
 from fourfold.planner.search_task import Measure
 from fourfold.plans import LoweredPlan, Options, Plan, lower_plan, named
 from fourfold.plans.spec.schedule import FUSED
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fourfold.workload.workload import Workload
 
 __all__ = [
-    "CostSummary",
+    "Forecast",
     "PlanRanking",
     "Setting",
     "StrategyPlan",
@@ -37,7 +37,6 @@ __all__ = [
     "plan",
     "plan_strategy",
     "search_plans",
-    "summary_of",
 ]
 
 SHOWN = 8  # plans of a ranking
@@ -53,7 +52,7 @@ class StrategyPlan:
     plan: Plan
     lowered: LoweredPlan
     setting: Setting | None
-    cost: CostSummary | None
+    cost: Forecast | None
     ranking: Ranking | None
     seconds: float
 
@@ -199,16 +198,17 @@ def plan_strategy(
     begun = time.perf_counter()
     plan = source.plan(strategy, ranks=devices, options=options)
     lowered = lower_plan(source.graph, plan)
-    cost, ranking = None, None
+    cost: Forecast | None = None
+    ranking: Ranking | None = None
     if setting is not None and plan.schedule not in FUSED:
         graph, priced = priced_graph(source.graph, setting), lowered
         if graph is not source.graph:
             priced = lower_plan(graph, named(strategy, graph, ranks=devices, batch=source.batch, options=options))
         if setting.model == "fourfold":
             ranking = _ranking_of_one(priced, setting, begun)
-            cost = summary_of(ranking.candidates[0].prediction)
+            cost = ranking.candidates[0]
         else:
-            cost = predicted(priced, setting)
+            cost = forecast(priced, setting)
     seconds = time.perf_counter() - begun
     return StrategyPlan(plan=plan, lowered=lowered, setting=setting, cost=cost, ranking=ranking, seconds=seconds)
 
@@ -217,6 +217,5 @@ def _ranking_of_one(lowered: LoweredPlan, setting: Setting, begun: float) -> Ran
     """A lowered plan replayed, as a ranking of this plan alone."""
     plan = lowered.plan
     task = SearchTask(graph=lowered.graph, batch=plan.batch, setting=setting, strategies=(plan.strategy,))
-    timed = estimate(lowered, setting.prices, optimizer=setting.optimizer)
-    candidate = Candidate(plan=plan, lowered=lowered, prices=setting.prices, estimate=timed, optimizer=setting.optimizer)
+    candidate = predict(lowered, setting.prices, optimizer=setting.optimizer)
     return Ranking(task=task, candidates=(candidate,), refusals=(), seconds=time.perf_counter() - begun)

@@ -10,7 +10,7 @@ from fourfold.api.planning import graph_of
 from fourfold.api.settings import priced_graph, setting_of
 from fourfold.cluster import Cluster
 from fourfold.errors import InvalidInput
-from fourfold.oracle.cost_summary import Setting, strategies_of
+from fourfold.oracle.cost_model import Setting, strategies_of
 from fourfold.oracle.scaling import Row, Study
 from fourfold.plans import Options
 from fourfold.plans.strategies.named import parse

@@ -11,7 +11,7 @@ from fourfold.errors import InvalidInput, nearest
 
 if TYPE_CHECKING:
     from fourfold.graph import Graph
-    from fourfold.oracle.cost_summary import Setting
+    from fourfold.oracle.cost_model import Setting
 
 Name = TypeVar("Name", bound=str)
 
@@ -25,7 +25,7 @@ def setting_of(
     from fourfold.calibrate.kernel_table import known_prices
     from fourfold.cluster.parts import PRECISIONS
     from fourfold.optimizers import OPTIMIZERS
-    from fourfold.oracle.cost_summary import COST_MODELS, Setting
+    from fourfold.oracle.cost_model import COST_MODELS, Setting
 
     if devices < 1:
         raise InvalidInput(f"{devices} ranks asked for; use at least 1")

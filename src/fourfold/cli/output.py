@@ -11,7 +11,7 @@ from fourfold.files import json_text, write_file
 from fourfold.timeline import Timeline
 
 if TYPE_CHECKING:
-    from fourfold.api.planning import CostSummary, Setting
+    from fourfold.api.planning import Forecast, Setting
     from fourfold.api.running import Plan, Prediction
 
 
@@ -41,7 +41,7 @@ def write_timelines(prediction: Prediction | None, measured: Timeline, plan: Pla
     return str(path)
 
 
-def write_trace(cost: CostSummary | None, path: Path | None) -> str | None:
+def write_trace(cost: Forecast | None, path: Path | None) -> str | None:
     """Write the predicted timeline, where there is one; the file it went to."""
     from fourfold.report.trace import trace_record
 
@@ -52,7 +52,7 @@ def write_trace(cost: CostSummary | None, path: Path | None) -> str | None:
     return str(path)
 
 
-def draw_step(cost: CostSummary | None, path: Path | None, title: str) -> None:
+def draw_step(cost: Forecast | None, path: Path | None, title: str) -> None:
     """Draw the predicted timeline, where there is one."""
     from fourfold.report.pictures import timeline_picture
 

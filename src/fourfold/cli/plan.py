@@ -163,7 +163,7 @@ class StrategyCommand:
                 write_plan(result.plan, source.graph, self.output, made_for=made_for)
             trace_file = write_trace(result.cost, self.trace)
             draw_step(result.cost, self.plot, f"{self.model} by {self.strategy}")
-        outlook = Outlook(figures=result.cost, setting=setting) if result.cost is not None and setting is not None else None
+        outlook = Outlook(forecast=result.cost, setting=setting) if result.cost is not None and setting is not None else None
         file = str(self.output) if self.output is not None else None
         record = plan_record(result.plan, result.lowered, outlook, seconds=result.seconds, file=file, trace=trace_file)
         files = [path for path in (file, trace_file) if path]

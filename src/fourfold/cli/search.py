@@ -35,7 +35,7 @@ class Search:
         with console.working(f"capturing {self.model}") as say:
             from fourfold.api.output import check_place, write_plan
             from fourfold.api.page import write_page
-            from fourfold.api.planning import graph_of, search_plans, summary_of
+            from fourfold.api.planning import graph_of, search_plans
             from fourfold.api.settings import LOCAL, freeze_gc, setting_of
             from fourfold.report.pictures import check_picture
             from fourfold.report.ranking import ranking_record, ranking_text
@@ -57,7 +57,7 @@ class Search:
             if self.output is not None and best is not None and not console.silent:
                 made_for = {"cluster": cluster, "precision": self.precision, "optimizer": self.optimizer}
                 write_plan(source.adopted(best.plan), source.graph, self.output, made_for=made_for)
-            cost = summary_of(best.prediction) if best is not None else None
+            cost = best
             trace_file = write_trace(cost, self.trace)
             if best is not None:
                 draw_step(cost, self.plot, f"{self.model} by {best.plan.strategy}")

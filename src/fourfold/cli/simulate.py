@@ -89,7 +89,7 @@ def simulate(
         freeze_gc()
         table = scaling_table(request, source, progress)
         rows = table.rows
-        file = write_trace(rows[0].figures, trace)
+        file = write_trace(rows[0].forecast, trace)
         if plot is not None:
             scaling_picture(rows, plot, title=f"{model} on {cluster}", weak=weak)
     record = scaling_record(table.study, rows, table.largest, model=model, trace=file)

@@ -32,17 +32,17 @@ def cache_folder() -> Path:
 
 
 def calibration_file(ranks: int) -> Path:
-    """Where the calibration of this machine with so many ranks lies, once it was made."""
+    """Path of this machine's calibration with a number of ranks."""
     return cache_folder() / "clusters" / f"{_slug(platform.node())}-{ranks}.toml"
 
 
 def kernels_file(name: str) -> Path:
-    """Where the table of kernel times with a name lies."""
+    """Path of a table of kernel times."""
     return cache_folder() / "kernels" / f"{_slug(name)}.json"
 
 
 def pace_file(name: str) -> Path:
-    """Where the pace lies at which times of a machine with a name are told."""
+    """Path of the reference-speed file of a machine."""
     return cache_folder() / "paces" / f"{_slug(name)}.json"
 
 
@@ -66,7 +66,7 @@ def write_cached(path: Path, version: int, content: Mapping[str, Any]) -> None:
 
 
 def write_below(path: Path, text: str) -> None:
-    """Write a file of the cache; its folders are made."""
+    """Write a file of the cache and create its folders."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

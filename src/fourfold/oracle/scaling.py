@@ -14,7 +14,7 @@ from typing import Literal
 
 from fourfold.errors import Error, InvalidInput
 from fourfold.graph import Graph
-from fourfold.oracle.cost_summary import CostSummary, Setting, predicted
+from fourfold.oracle.cost_model import Forecast, Setting, forecast
 from fourfold.plans import Options, lower_plan, named
 
 Scaling = Literal["strong", "weak"]
@@ -22,29 +22,29 @@ Scaling = Literal["strong", "weak"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One strategy on so many devices. `figures` is None where the strategy cannot be; `limits` then says why."""
+    """One strategy on a number of devices. `forecast` is None where the strategy cannot be used; `limits` then says why."""
 
     devices: int
     strategy: str
     batch: int
-    figures: CostSummary | None
+    forecast: Forecast | None
     limits: tuple[str, ...]
-    alone: float  # samples per second of one device
+    single_device_speed: float  # samples per second
     samples: int | None  # of an epoch
 
     @property
     def feasible(self) -> bool:
-        return self.figures is not None and self.figures.feasible
+        return self.forecast is not None and self.forecast.feasible
 
     @property
     def samples_per_second(self) -> float | None:
-        return None if self.figures is None else self.batch / self.figures.step_seconds
+        return None if self.forecast is None else self.batch / self.forecast.step_seconds
 
     @property
     def efficiency(self) -> float | None:
         """Samples per second and device, in those of one device."""
         speed = self.samples_per_second
-        return None if speed is None else speed / self.devices / self.alone
+        return None if speed is None else speed / self.devices / self.single_device_speed
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is asked: a graph on several sizes of a cluster. `settings`: by number of devices; that of one is needed too."""
+    """A graph to predict on several sizes of a cluster. `settings`: by number of devices; that of one device is needed too."""
 
     graph: Graph
     settings: Mapping[int, Setting]
@@ -76,10 +76,10 @@ class Study:
         return self.batch * devices if self.scaling == "weak" else self.batch
 
     @cached_property
-    def alone(self) -> float:
+    def single_device_speed(self) -> float:
         """Samples per second of one device."""
         made = named("data", self.graph, ranks=1, batch=self.batch)
-        return self.batch / predicted(lower_plan(self.graph, made), self.settings[1]).step_seconds
+        return self.batch / forecast(lower_plan(self.graph, made), self.settings[1]).step_seconds
 
     def row(self, strategy: str, devices: int) -> Row:
         """A strategy predicted on so many devices."""
@@ -89,19 +89,19 @@ class Study:
             devices=devices,
             strategy=strategy,
             batch=batch,
-            figures=found,
+            forecast=found,
             limits=limits,
-            alone=self.alone,
+            single_device_speed=self.single_device_speed,
             samples=self.samples,
         )
 
-    def _predicted(self, strategy: str, devices: int, batch: int) -> tuple[CostSummary | None, tuple[str, ...]]:
+    def _predicted(self, strategy: str, devices: int, batch: int) -> tuple[Forecast | None, tuple[str, ...]]:
         try:
             made = named(strategy, self.graph, ranks=devices, batch=batch, options=self.options)
-            found = predicted(lower_plan(self.graph, made), self.settings[devices])
+            found = forecast(lower_plan(self.graph, made), self.settings[devices])
+            return found, found.limits
         except Error as refusal:
             return None, (str(refusal),)
-        return found, found.limits
 
 
 def fastest(rows: Iterable[Row]) -> dict[int, Row]:
@@ -114,5 +114,5 @@ def fastest(rows: Iterable[Row]) -> dict[int, Row]:
 
 
 def _seconds(row: Row) -> float:
-    assert row.figures is not None
-    return row.figures.step_seconds
+    assert row.forecast is not None
+    return row.forecast.step_seconds

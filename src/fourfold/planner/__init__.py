@@ -4,6 +4,6 @@ Enters: a graph, a batch, prices of a cluster. Leaves: a `Ranking` of plans with
 torch; kernels are timed by a function that is handed in. Inner rooms: `splits`, `stages`.
 """
 
-from fourfold.planner.search import Candidate, Ranking, Refusal, SearchTask, search
+from fourfold.planner.search import Ranking, Refusal, SearchTask, search
 
-__all__ = ["Candidate", "Ranking", "Refusal", "SearchTask", "search"]
+__all__ = ["Ranking", "Refusal", "SearchTask", "search"]

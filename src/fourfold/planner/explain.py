@@ -1,4 +1,4 @@
-"""Why a plan: against what it was chosen, where its step goes, and what would change it, each recomputed by the planner."""
+"""Why a plan: how other plans compare, what limits it, and what would change it. Each what-if is a search of its own."""
 
 from __future__ import annotations
 
@@ -8,75 +8,76 @@ from dataclasses import dataclass, replace
 from fourfold.cluster import OWN, Cluster
 from fourfold.errors import Error
 from fourfold.oracle.findings.finding import Finding
+from fourfold.oracle.predict import Prediction
 from fourfold.oracle.time.items import CATEGORIES, Category
-from fourfold.planner.search import alike, search
-from fourfold.planner.search_task import Candidate, Ranking, SearchTask
+from fourfold.planner.search import same_plan, search
+from fourfold.planner.search_task import Ranking, SearchTask
 
-FASTER = 10  # times, of links
-MORE = 2  # times, of memory and of the batch
+LINK_FACTOR = 10  # of the what-ifs; powers that change a plan, chosen
+MEMORY_FACTOR = BATCH_FACTOR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
-    """Another plan: how much longer its step is, and by which terms."""
+class Comparison:
+    """Another plan beside the explained one. Seconds are the other's less this one's."""
 
-    other: Candidate
-    longer: float  # seconds
-    terms: tuple[tuple[Category, float], ...]  # seconds longer, the largest first
+    other: Prediction
+    extra_seconds: float
+    extra_by_category: tuple[tuple[Category, float], ...]  # the largest difference first
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A change, and the best plan then; None where nothing fits."""
+    """A change of the task and the best plan after it; None where nothing fits."""
 
     change: str
-    best: Candidate | None
+    best: Prediction | None
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What can be said of a plan."""
+    """A plan beside others, its limits and bottlenecks, and what would change it."""
 
     task: SearchTask
-    plan: Candidate
-    against: tuple[Against, ...]
+    plan: Prediction
+    comparisons: tuple[Comparison, ...]
     findings: tuple[Finding, ...]
     changes: tuple[WhatIf, ...]
 
 
-def explained(ranking: Ranking, plan: Candidate, say: Callable[[str], None] = lambda text: None) -> Explanation:
-    """A plan of a ranking, explained."""
-    others = [c for c in ranking.candidates if not alike(c.plan, plan.plan)]
+def explained(ranking: Ranking, plan: Prediction, say: Callable[[str], None] = lambda text: None) -> Explanation:
+    """A plan of a ranking: beside data parallelism and the two fastest others, with its findings and what-ifs."""
+    others = [c for c in ranking.candidates if not same_plan(c.plan, plan.plan)]
     data = [c for c in others if c.plan.strategy == "data"]
-    near = sorted((c for c in others if c not in data), key=lambda c: c.seconds)[:2]
+    near = sorted((c for c in others if c not in data), key=lambda c: c.step_seconds)[:2]
     return Explanation(
         task=ranking.task,
         plan=plan,
-        against=tuple(_against(plan, other) for other in (*data[:1], *near)),
-        findings=plan.prediction.findings,
+        comparisons=tuple(compare(plan, other) for other in (*data[:1], *near)),
+        findings=plan.findings,
         changes=tuple(_changes(ranking.task, say)),
     )
 
 
-def _against(plan: Candidate, other: Candidate) -> Against:
-    mine, theirs = plan.estimate.breakdown, other.estimate.breakdown
+def compare(plan: Prediction, other: Prediction) -> Comparison:
+    mine, theirs = plan.breakdown, other.breakdown
     terms = sorted(((term, theirs[term] - mine[term]) for term in CATEGORIES), key=lambda pair: -abs(pair[1]))
-    return Against(other=other, longer=other.seconds - plan.seconds, terms=tuple(terms))
+    return Comparison(other=other, extra_seconds=other.step_seconds - plan.step_seconds, extra_by_category=tuple(terms))
 
 
 def _changes(task: SearchTask, say: Callable[[str], None]) -> Iterator[WhatIf]:
     """The same search with one thing changed."""
     cluster = task.cluster
     if cluster.links and task.devices > 1:
-        yield _what_if(task, f"links {FASTER} times as fast", say, cluster=faster(cluster, FASTER))
-        yield _what_if(task, f"links {FASTER} times as slow", say, cluster=faster(cluster, 1 / FASTER))
-    yield _what_if(task, f"{MORE} times the memory", say, cluster=roomier(cluster, MORE))
-    yield _what_if(task, f"1/{MORE} of the memory", say, cluster=roomier(cluster, 1 / MORE))
+        yield _what_if(task, f"links {LINK_FACTOR} times as fast", say, cluster=with_scaled_links(cluster, LINK_FACTOR))
+        yield _what_if(task, f"links {LINK_FACTOR} times as slow", say, cluster=with_scaled_links(cluster, 1 / LINK_FACTOR))
+    yield _what_if(task, f"{MEMORY_FACTOR} times the memory", say, cluster=with_scaled_memory(cluster, MEMORY_FACTOR))
+    yield _what_if(task, f"1/{MEMORY_FACTOR} of the memory", say, cluster=with_scaled_memory(cluster, 1 / MEMORY_FACTOR))
     if task.graph.batch is None:
-        yield _what_if(task, f"a batch of {task.batch * MORE}", say, batch=task.batch * MORE)
+        yield _what_if(task, f"a batch of {task.batch * BATCH_FACTOR}", say, batch=task.batch * BATCH_FACTOR)
         if task.batch > 1:
-            yield _what_if(task, f"a batch of {task.batch // MORE}", say, batch=task.batch // MORE)
+            yield _what_if(task, f"a batch of {task.batch // BATCH_FACTOR}", say, batch=task.batch // BATCH_FACTOR)
 
 
 def _what_if(
@@ -84,23 +85,24 @@ def _what_if(
 ) -> WhatIf:
     say(f"with {change}")
     try:
-        found = again(task, cluster=cluster or task.cluster, batch=batch or task.batch)
+        found = repeat_search(task, cluster=cluster or task.cluster, batch=batch or task.batch)
     except Error as reason:
         return WhatIf(change=change, best=None, reason=str(reason))
     if found.best is not None:
         return WhatIf(change=change, best=found.best)
     nearest = found.candidates[0] if found.candidates else None
-    over = f"{nearest.over / 2**30:.1f} GiB over at best" if nearest is not None else "nothing can be split so"
+    over = f"{nearest.excess_bytes / 2**30:.1f} GiB over at best" if nearest is not None else "nothing can be split so"
     return WhatIf(change=change, best=None, reason=over)
 
 
-def again(task: SearchTask, *, cluster: Cluster, batch: int, limit: float | None = None) -> Ranking:
-    """The same search on another cluster, for another batch, perhaps with less time."""
+def repeat_search(task: SearchTask, *, cluster: Cluster, batch: int, limit: float | None = None) -> Ranking:
+    """The same search on another cluster, for another batch, optionally with another time limit."""
     return search(replace(task, setting=task.setting.on(cluster), batch=batch, limit=limit or task.limit))
 
 
-def faster(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose links are faster by a factor, in bandwidth and in latency, measured ones too; what cores do stays."""
+def with_scaled_links(cluster: Cluster, factor: float) -> Cluster:
+    """A cluster with the bandwidth of its links multiplied and their latency divided by a factor, measured curves included.
+    Collectives that are a rank's own copies stay."""
     links = tuple(replace(link, latency=link.latency / factor, bandwidth=link.bandwidth * factor) for link in cluster.links)
     curves = tuple(
         c if c.collective in OWN else replace(c, seconds=tuple(s / factor for s in c.seconds)) for c in cluster.measured.curves
@@ -108,6 +110,6 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, links=links, measured=replace(cluster.measured, curves=curves))
 
 
-def roomier(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose devices have more memory by a factor."""
+def with_scaled_memory(cluster: Cluster, factor: float) -> Cluster:
+    """A cluster with the memory of its devices multiplied by a factor."""
     return replace(cluster, kinds=tuple(replace(kind, memory=kind.memory * factor) for kind in cluster.kinds))

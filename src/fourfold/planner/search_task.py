@@ -1,20 +1,18 @@
-"""What is asked of the planner, and what it answers: values."""
+"""The planner's input and output: a search task, and a ranking of predicted plans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from fourfold.cluster import Cluster
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
-from fourfold.oracle.cost_summary import Setting
-from fourfold.oracle.predict import Prediction, sized
+from fourfold.oracle.cost_model import Setting
+from fourfold.oracle.predict import Prediction
 from fourfold.oracle.prices.prices import Prices
-from fourfold.oracle.time.estimate import Estimate
 from fourfold.plans.lists.lowered_plan import LoweredPlan
-from fourfold.plans.spec.plan import SPLITS, Plan
+from fourfold.plans.spec.plan import SPLITS
 from fourfold.units import bytes_text
 
 AUTO = "auto"
@@ -25,7 +23,7 @@ Measure = Callable[[Sequence[LoweredPlan]], Prices]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchTask:
-    """A model, a batch and a cluster, and what restricts the answer.
+    """A model, a batch and a cluster to plan for, and restrictions.
 
     `strategies`: only these named ones (``auto``: what the planner finds); none: all. `fixed`: patterns of ops and the split
     they shall have on some axis. `limit`: seconds after which the best so far is the answer.
@@ -61,38 +59,9 @@ class SearchTask:
         return self.cluster.size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan with its predicted step. Its memory is worked out when first asked for: most candidates are too slow to matter."""
-
-    plan: Plan
-    lowered: LoweredPlan = field(repr=False)
-    prices: Prices = field(repr=False)
-    estimate: Estimate = field(repr=False)
-    optimizer: str
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.step_seconds
-
-    @cached_property
-    def prediction(self) -> Prediction:
-        return sized(self.lowered, self.prices, self.estimate, optimizer=self.optimizer)
-
-    @property
-    def feasible(self) -> bool:
-        return self.prediction.feasible
-
-    @property
-    def over(self) -> float:
-        """Bytes by which the tightest rank is over its device's memory."""
-        needed = self.prediction.memory.of(self.prediction.tightest).bytes
-        return max(needed - self.prediction.capacity, 0.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A strategy that cannot be, and why."""
+    """A strategy that cannot be used, and why."""
 
     strategy: str
     reason: str
@@ -103,14 +72,14 @@ class Ranking:
     """Plans, the best first, then the others by their steps, whether they fit or not; strategies that cannot be; notes."""
 
     task: SearchTask
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Prediction, ...]
     refusals: tuple[Refusal, ...]
     seconds: float
     notes: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Candidate | None:
-        """The fastest that fits, or one as good as equal to it that needs less machinery."""
+    def best(self) -> Prediction | None:
+        """The fastest that fits; within 1 %, the plan with less machinery."""
         return self.candidates[0] if self.candidates and self.candidates[0].feasible else None
 
     def nearest(self) -> str:
@@ -118,6 +87,6 @@ class Ranking:
         if not self.candidates:
             first = self.refusals[0] if self.refusals else None
             return f"{first.strategy}: {first.reason}" if first is not None else "nothing was tried"
-        near = min(self.candidates, key=lambda c: c.over)
-        limit = next(finding for finding in near.prediction.findings if finding.name == "memory-capacity")
-        return f"{near.plan.strategy} on {near.plan.mesh} comes nearest, {bytes_text(near.over)} over: {limit.text}"
+        near = min(self.candidates, key=lambda c: c.excess_bytes)
+        limit = next(finding for finding in near.findings if finding.name == "memory-capacity")
+        return f"{near.plan.strategy} on {near.plan.mesh} comes nearest, {bytes_text(near.excess_bytes)} over: {limit.text}"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from fourfold.cluster import Cluster
 from fourfold.errors import Error
-from fourfold.planner.explain import again, faster
-from fourfold.planner.search_task import Candidate, Ranking, SearchTask
+from fourfold.oracle.predict import Prediction
+from fourfold.planner.explain import repeat_search, with_scaled_links
+from fourfold.planner.search_task import Ranking, SearchTask
 
 BATCHES = (0.5, 1, 2, 4)  # times what was asked, as the others
 LINKS = (0.1, 1, 10)
@@ -31,7 +32,7 @@ class Point:
 class Answer:
     """The best plan at a point, or why there is none."""
 
-    best: Candidate | None
+    best: Prediction | None
     reason: str = ""
 
 
@@ -89,7 +90,9 @@ def _far(point: Point, asked: Point) -> tuple[int, float]:
 
 def _answer(task: SearchTask, point: Point, sized: Callable[[int], Cluster], limit: float) -> Answer:
     try:
-        found = again(task, cluster=faster(sized(point.devices), point.links), batch=point.batch, limit=limit)
+        found = repeat_search(
+            task, cluster=with_scaled_links(sized(point.devices), point.links), batch=point.batch, limit=limit
+        )
     except Error as reason:
         return Answer(best=None, reason=str(reason))
     return Answer(best=found.best, reason="" if found.best is not None else found.nearest())

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from fourfold.cluster import Cluster
 from fourfold.cluster.local import ASSUMED
-from fourfold.oracle.cost_summary import CostSummary, Setting
+from fourfold.oracle.cost_model import Forecast, Setting
+from fourfold.oracle.time.items import CATEGORY_LABELS
 from fourfold.report.text import _table
 from fourfold.units import bytes_text, seconds_text
 
@@ -19,18 +20,18 @@ SEEN = 0.0005  # of the step: what rounds to 0.0 % has no line
 KNOWN = {"measured": "measured", "fitted": "by fitted curves", "roofline": "by the roofline"}
 
 
-def cost_record(figures: CostSummary | None) -> dict[str, Any]:
+def cost_record(forecast: Forecast | None) -> dict[str, Any]:
     """The cost fields of a plan in SI units; nulls where nothing was predicted."""
-    if figures is None:
+    if forecast is None:
         keys = ("step_seconds", "interval_seconds", "breakdown", "peak_bytes", "capacity_bytes", "known_from")
         return dict.fromkeys(keys)
     return {
-        "step_seconds": figures.step_seconds,
-        "interval_seconds": list(figures.interval) if figures.interval is not None else None,
-        "breakdown": dict(figures.breakdown),
-        "peak_bytes": figures.peak_bytes,
-        "capacity_bytes": figures.capacity_bytes,
-        "known_from": dict(figures.known_from) or None,
+        "step_seconds": forecast.step_seconds,
+        "interval_seconds": list(forecast.interval) if forecast.interval is not None else None,
+        "breakdown": dict(forecast.breakdown),
+        "peak_bytes": forecast.peak_bytes,
+        "capacity_bytes": int(forecast.capacity_bytes),
+        "known_from": dict(forecast.known_from) or None,
     }
 
 
@@ -46,20 +47,20 @@ def setting_record(setting: Setting | None) -> dict[str, Any]:
     }
 
 
-def cost_text(figures: CostSummary, setting: Setting) -> RenderableType:
+def cost_text(forecast: Forecast, setting: Setting) -> RenderableType:
     """The step term by term, the peak against what the device holds, and what the times rest on."""
-    step = figures.step_seconds
+    step = forecast.step_seconds
     table = _table("predicted", "time>", "share>", "")
-    for term, seconds in figures.breakdown.items():
+    for term, seconds in forecast.breakdown.items():
         if seconds >= SEEN * step:
             bar = ProgressBar(total=step, completed=seconds, width=BAR)
-            table.add_row(term.replace("_", " "), seconds_text(seconds), f"{seconds / step:.1%}", bar)
+            table.add_row(CATEGORY_LABELS[term], seconds_text(seconds), f"{seconds / step:.1%}", bar)
     table.add_section()
-    between = " to ".join(seconds_text(end) for end in figures.interval or ())
+    between = " to ".join(seconds_text(end) for end in forecast.interval or ())
     table.add_row("a step", seconds_text(step), "", between)
-    share = f"{figures.peak_bytes / figures.capacity_bytes:.1%}"
-    table.add_row("peak of a rank", bytes_text(figures.peak_bytes), share, f"of {bytes_text(figures.capacity_bytes)}")
-    return Group(Text(f"On {setting_words(setting)}"), table, *map(Text, _known(figures)))
+    share = f"{forecast.peak_bytes / forecast.capacity_bytes:.1%}"
+    table.add_row("peak of a rank", bytes_text(forecast.peak_bytes), share, f"of {bytes_text(forecast.capacity_bytes)}")
+    return Group(Text(f"On {setting_words(setting)}"), table, *map(Text, _known(forecast)))
 
 
 def setting_words(setting: Setting) -> str:
@@ -68,13 +69,13 @@ def setting_words(setting: Setting) -> str:
     return f"{cluster_words(setting.cluster)}, {setting.prices.precision}, {setting.optimizer}{by}"
 
 
-def _known(figures: CostSummary) -> list[str]:
-    return [f"Kernels {known_text(figures)}."] if figures.known_from else []
+def _known(forecast: Forecast) -> list[str]:
+    return [f"Kernels {known_text(forecast)}."] if forecast.known_from else []
 
 
-def known_text(figures: CostSummary) -> str:
+def known_text(forecast: Forecast) -> str:
     """Where the times of kernels come from, by their share of the compute."""
-    shares = {source: share for source, share in figures.known_from.items() if round(share, 2)}
+    shares = {source: share for source, share in forecast.known_from.items() if round(share, 2)}
     if len(shares) == 1:
         return KNOWN[next(iter(shares))]
     return ", ".join(f"{share:.0%} {KNOWN[source]}" for source, share in shares.items()) or "take no time"

@@ -10,25 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.time.items import Category
-from fourfold.planner.explain import Against, Explanation, WhatIf
-from fourfold.planner.search import TIE, alike
-from fourfold.planner.search_task import Candidate
+from fourfold.oracle.predict import Prediction
+from fourfold.oracle.time.items import CATEGORY_LABELS
+from fourfold.planner.explain import Comparison, Explanation, WhatIf
+from fourfold.planner.search import TIE, same_plan
 from fourfold.report.costs import setting_words
 from fourfold.report.plans import split_table
 from fourfold.report.ranking import plan_name
 from fourfold.report.text import WIDTH, _axes, _table, mesh_text
 from fourfold.units import bytes_text, seconds_text
 
-TERMS: dict[Category, str] = {
-    "compute": "computing",
-    "gradient_exchange": "summing gradients",
-    "layer_exchange": "exchanging activations",
-    "halo": "exchanging borders",
-    "pipeline": "waiting for other stages",
-    "update": "updating weights",
-    "other": "the rest",
-}
 SEEN = 0.02  # of the step: less is not told
 FINDINGS = 6
 
@@ -36,60 +27,66 @@ FINDINGS = 6
 def explanation_text(told: Explanation, *, model: str) -> RenderableType:
     """`explain`: words, a map of the layers, and what-ifs."""
     plan = told.plan
-    low, high = plan.estimate.interval
+    low, high = plan.interval
     head = f"{model}, batch {plan.plan.batch}, on {setting_words(told.task.setting)}"
-    step = f"{_called(plan)} takes {seconds_text(plan.seconds)} a step ({seconds_text(low)} to {seconds_text(high)})"
-    peak = plan.prediction
-    memory = f"{bytes_text(peak.peak_bytes)} of {bytes_text(peak.capacity)} on the fullest device"
+    step = f"{_called(plan)} takes {seconds_text(plan.step_seconds)} a step ({seconds_text(low)} to {seconds_text(high)})"
+    memory = f"{bytes_text(plan.peak_bytes)} of {bytes_text(plan.capacity_bytes)} on the fullest device"
     parts: list[RenderableType] = [Text(head), Text(f"{step}, {memory}."), Text("")]
     parts += [Text(line) for line in _spent(plan)]
     parts += [Text(""), Text("How layers are split"), split_table(plan.lowered, _axes(plan.lowered))]
-    if told.against:
-        why = [line for against in told.against for line in _why_not(plan, against)]
+    if told.comparisons:
+        why = [line for comparison in told.comparisons for line in _why_not(plan, comparison)]
         parts += [Text(""), Text("Why not another"), *map(Text, why)]
     if told.findings:
         parts += [Text(""), Text("What limits it"), *(Text(f"- {finding.text}") for finding in told.findings[:FINDINGS])]
     return Group(*parts, Text(""), Text("What would change it"), _changes(told))
 
 
-def _called(candidate: Candidate) -> str:
+def _called(candidate: Prediction) -> str:
     name = plan_name(candidate)
     return f"{'The plan found' if name.startswith('auto') else name} ({mesh_text(candidate.plan)})"
 
 
-def _spent(plan: Candidate) -> Iterator[str]:
+def _spent(plan: Prediction) -> Iterator[str]:
     """Where the step goes, in a sentence."""
-    terms = sorted(plan.estimate.breakdown.items(), key=lambda pair: -pair[1])
-    shown = [f"{s / plan.seconds:.0%} {TERMS[term]}" for term, s in terms if s >= SEEN * plan.seconds]
+    terms = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])
+    shown = [f"{s / plan.step_seconds:.0%} {CATEGORY_LABELS[term]}" for term, s in terms if s >= SEEN * plan.step_seconds]
     yield f"Of the step, {', '.join(shown)}."
 
 
-def _why_not(plan: Candidate, against: Against) -> Iterator[str]:
-    other = against.other
+def _why_not(plan: Prediction, comparison: Comparison) -> Iterator[str]:
+    other = comparison.other
     name = f"{plan_name(other)} on {mesh_text(other.plan)}"
-    ratio = other.seconds / plan.seconds
+    ratio = other.step_seconds / plan.step_seconds
     if not other.feasible:
-        need, room = bytes_text(other.prediction.peak_bytes), bytes_text(other.prediction.capacity)
-        yield f"- {name} would take {seconds_text(other.seconds)} but does not fit: {need} of {room}."
+        need, room = bytes_text(other.peak_bytes), bytes_text(other.capacity_bytes)
+        yield f"- {name} would take {seconds_text(other.step_seconds)} but does not fit: {need} of {room}."
         return
-    if against.longer < 0:
-        equal = plan.seconds <= (1 + TIE) * other.seconds
+    if comparison.extra_seconds < 0:
+        equal = plan.step_seconds <= (1 + TIE) * other.step_seconds
         word = "as good as equal" if equal else "it is the better plan"
         notes = f", but {'; '.join(other.plan.notes)}" if other.plan.notes else f": {word}"
-        yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long{notes}."
+        yield f"- {name} takes {seconds_text(other.step_seconds)}, {ratio:.2f} times as long{notes}."
         return
-    longer = [f"{seconds_text(s)} more {TERMS[t]}" for t, s in against.terms if s > SEEN * plan.seconds][:2]
-    saved = [f"{seconds_text(-s)} less {TERMS[t]}" for t, s in against.terms if s < -SEEN * plan.seconds][:1]
+    longer = [
+        f"{seconds_text(s)} more {CATEGORY_LABELS[t]}" for t, s in comparison.extra_by_category if s > SEEN * plan.step_seconds
+    ][:2]
+    saved = [
+        f"{seconds_text(-s)} less {CATEGORY_LABELS[t]}"
+        for t, s in comparison.extra_by_category
+        if s < -SEEN * plan.step_seconds
+    ][:1]
     why = "; ".join(filter(None, [" and ".join(longer), f"though {saved[0]}" if saved else ""]))
     if not why and ratio < 1 + SEEN:
-        yield f"- {name} takes {seconds_text(other.seconds)}, hardly longer."
+        yield f"- {name} takes {seconds_text(other.step_seconds)}, hardly longer."
     else:
-        yield f"- {name} takes {seconds_text(other.seconds)}, {ratio:.2f} times as long: {why or 'many small differences'}."
+        reason = why or "many small differences"
+        yield f"- {name} takes {seconds_text(other.step_seconds)}, {ratio:.2f} times as long: {reason}."
 
 
 def _changes(told: Explanation) -> Table:
     table = _table("with", "the best plan is", "mesh", "step>", "samples/s>", "")
-    here = told.plan.plan.batch / told.plan.seconds
+    here = told.plan.plan.batch / told.plan.step_seconds
     for change in told.changes:
         table.add_row(*_row(change, told, here))
     return table
@@ -99,10 +96,10 @@ def _row(change: WhatIf, told: Explanation, here: float) -> list[str]:
     if change.best is None:
         return [change.change, "none fits", change.reason[: WIDTH // 3], "", "", ""]
     best = change.best
-    speed = best.plan.batch / best.seconds
-    same = alike(replace(told.plan.plan, batch=best.plan.batch), best.plan)
+    speed = best.plan.batch / best.step_seconds
+    same = same_plan(replace(told.plan.plan, batch=best.plan.batch), best.plan)
     word = "the same plan" if same else plan_name(best)
-    return [change.change, word, mesh_text(best.plan), seconds_text(best.seconds), f"{speed:.4g}", f"{speed / here:.2f}x"]
+    return [change.change, word, mesh_text(best.plan), seconds_text(best.step_seconds), f"{speed:.4g}", f"{speed / here:.2f}x"]
 
 
 def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
@@ -114,18 +111,18 @@ def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
         "devices": told.task.devices,
         "batch": plan.plan.batch,
         "strategy": plan.plan.strategy,
-        "step_seconds": plan.seconds,
-        "breakdown": dict(plan.estimate.breakdown),
-        "peak_bytes": plan.prediction.peak_bytes,
-        "capacity_bytes": int(plan.prediction.capacity),
+        "step_seconds": plan.step_seconds,
+        "breakdown": dict(plan.breakdown),
+        "peak_bytes": plan.peak_bytes,
+        "capacity_bytes": int(plan.capacity_bytes),
         "against": [
             {
                 "strategy": a.other.plan.strategy,
                 "mesh": mesh_text(a.other.plan),
-                "step_seconds": a.other.seconds,
-                "longer_seconds": dict(a.terms),
+                "step_seconds": a.other.step_seconds,
+                "longer_seconds": dict(a.extra_by_category),
             }
-            for a in told.against
+            for a in told.comparisons
         ],
         "findings": [
             {"name": f.name, "kind": f.kind, "where": f.where, "text": f.text, "numbers": dict(f.numbers)}
@@ -136,7 +133,7 @@ def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
                 "change": c.change,
                 "strategy": c.best.plan.strategy if c.best is not None else None,
                 "mesh": mesh_text(c.best.plan) if c.best is not None else None,
-                "step_seconds": c.best.seconds if c.best is not None else None,
+                "step_seconds": c.best.step_seconds if c.best is not None else None,
                 "reason": c.reason,
             }
             for c in told.changes

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.cost_summary import CostSummary, Setting
+from fourfold.oracle.cost_model import Forecast, Setting
 from fourfold.plans import LoweredPlan, Plan, Program
 from fourfold.report.costs import cost_record, cost_text, setting_record
 from fourfold.report.record import work_record
@@ -23,7 +23,7 @@ from fourfold.units import bytes_text
 class Outlook:
     """What a plan would cost, and where."""
 
-    figures: CostSummary
+    forecast: Forecast
     setting: Setting
 
 
@@ -31,8 +31,8 @@ def plan_record(
     plan: Plan, program: LoweredPlan, outlook: Outlook | None, *, seconds: float, file: str | None, trace: str | None
 ) -> dict[str, Any]:
     """`plan --json`: one candidate. Without an outlook its cost fields are null."""
-    figures = outlook.figures if outlook is not None else None
-    feasible = figures is None or figures.feasible
+    forecast = outlook.forecast if outlook is not None else None
+    feasible = forecast is None or forecast.feasible
     return {
         "model": plan.model,
         **setting_record(outlook.setting if outlook is not None else None),
@@ -40,15 +40,15 @@ def plan_record(
         "batch": plan.batch,
         "search_seconds": seconds,
         "best": 0 if feasible else None,
-        "candidates": [candidate_record(plan, program, figures)],
+        "candidates": [candidate_record(plan, program, forecast)],
         "file": file,
         "trace": trace,
     }
 
 
-def candidate_record(plan: Plan, program: LoweredPlan, figures: CostSummary | None) -> dict[str, Any]:
+def candidate_record(plan: Plan, program: LoweredPlan, forecast: Forecast | None) -> dict[str, Any]:
     """A plan among `candidates`."""
-    stages = _stages(program, figures)
+    stages = _stages(program, forecast)
     alike = len({part.stage.mesh for part in program.parts}) == 1
     return {
         "strategy": plan.strategy,
@@ -58,15 +58,15 @@ def candidate_record(plan: Plan, program: LoweredPlan, figures: CostSummary | No
         "schedule": plan.schedule if len(stages) > 1 else None,
         "zero": plan.zero,
         "recompute": [[segment.first, segment.last] for segment in plan.recompute],
-        **cost_record(figures),
-        "feasible": figures is None or figures.feasible,
-        "limits": list(plan.notes if figures is None else figures.limits),
+        **cost_record(forecast),
+        "feasible": forecast is None or forecast.feasible,
+        "limits": list(plan.notes if forecast is None else forecast.limits),
         **work_record(program),
     }
 
 
-def _stages(program: LoweredPlan, figures: CostSummary | None) -> list[dict[str, Any]]:
-    peaks = (figures.stage_peaks if figures is not None else ()) or [None] * len(program.parts)
+def _stages(program: LoweredPlan, forecast: Forecast | None) -> list[dict[str, Any]]:
+    peaks = (forecast.stage_peaks if forecast is not None else ()) or [None] * len(program.parts)
     return [
         {
             "ranks": list(part.stage.ranks),
@@ -91,9 +91,9 @@ def plan_text(plan: Plan, program: LoweredPlan, outlook: Outlook | None, *, file
     if axes:
         parts.append(Text(f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"))
     if outlook is not None:
-        parts += [Text(""), cost_text(outlook.figures, outlook.setting)]
-    notes = plan.notes if outlook is None else outlook.figures.limits
-    word = "note" if outlook is None or outlook.figures.feasible else "does not fit"
+        parts += [Text(""), cost_text(outlook.forecast, outlook.setting)]
+    notes = plan.notes if outlook is None else outlook.forecast.limits
+    word = "note" if outlook is None or outlook.forecast.feasible else "does not fit"
     told = [f"{word if number == 0 else 'note'}: {note}" for number, note in enumerate(notes)]
     return Group(*parts, *map(Text, [*told, *(f"written to {file}" for file in files)]))
 

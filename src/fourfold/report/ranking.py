@@ -9,8 +9,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.text import Text
 
-from fourfold.oracle.cost_summary import summary_of
-from fourfold.planner import Candidate, Ranking
+from fourfold.oracle.predict import Prediction
+from fourfold.oracle.time.items import CATEGORY_LABELS, Category
+from fourfold.planner import Ranking
 from fourfold.report.costs import setting_record, setting_words
 from fourfold.report.plans import candidate_record
 from fourfold.report.text import WIDTH, _table, mesh_text
@@ -20,7 +21,7 @@ BAR = 20  # signs of the slowest step shown
 LONGEST = 3  # times the fastest step: bars of longer ones end open
 SIGNS = {"compute": ("█", "#"), "exchange": ("▒", "x"), "pipeline": ("░", "."), "other": ("▪", "o")}
 """By what a step is spent on: a block, and what terminals without blocks get."""
-KINDS = {
+KINDS: dict[Category, str] = {
     "compute": "compute",
     "gradient_exchange": "exchange",
     "layer_exchange": "exchange",
@@ -42,7 +43,7 @@ def ranking_record(ranking: Ranking, *, model: str, top: int, file: str | None, 
         "batch": ranking.task.batch,
         "search_seconds": ranking.seconds,
         "best": 0 if ranking.best is not None else None,
-        "candidates": [candidate_record(c.plan, c.lowered, summary_of(c.prediction)) for c in shown],
+        "candidates": [candidate_record(c.plan, c.lowered, c) for c in shown],
         "refused": [{"strategy": r.strategy, "reason": r.reason} for r in ranking.refusals],
         "notes": list(ranking.notes),
         "file": file,
@@ -66,26 +67,25 @@ def ranking_text(ranking: Ranking, *, model: str, top: int, files: Sequence[str]
     return Group(*parts, *map(Text, lines))
 
 
-def _plans(some: Sequence[Candidate]) -> RenderableType:
+def _plans(some: Sequence[Prediction]) -> RenderableType:
     table = _table("strategy", "mesh", "step>", "+->", "spent on", "peak>", "of>")
-    fastest = min(c.seconds for c in some)
-    whole = min(max(c.seconds for c in some), LONGEST * fastest)
+    fastest = min(c.step_seconds for c in some)
+    whole = min(max(c.step_seconds for c in some), LONGEST * fastest)
     for c in some:
-        found = c.prediction
-        low, high = found.estimate.interval
+        low, high = c.interval
         table.add_row(
             plan_name(c),
             mesh_text(c.plan),
-            seconds_text(c.seconds),
-            f"{(high - low) / 2 / c.seconds:.0%}",
-            Spent(breakdown=tuple(found.estimate.breakdown.items()), whole=whole),
-            bytes_text(found.peak_bytes) if c.feasible else f"({bytes_text(found.peak_bytes)})",
-            bytes_text(found.capacity),
+            seconds_text(c.step_seconds),
+            f"{(high - low) / 2 / c.step_seconds:.0%}",
+            Spent(breakdown=tuple(c.breakdown.items()), whole=whole),
+            bytes_text(c.peak_bytes) if c.feasible else f"({bytes_text(c.peak_bytes)})",
+            bytes_text(c.capacity_bytes),
         )
     return table
 
 
-def plan_name(c: Candidate) -> str:
+def plan_name(c: Prediction) -> str:
     """A plan's strategy and what was done so that it fits."""
     extra = [f"zero {c.plan.zero}"] if c.plan.zero and c.plan.strategy != "fsdp" else []
     extra += ["recompute"] if c.plan.recompute else []
@@ -96,7 +96,7 @@ def plan_name(c: Candidate) -> str:
 class Spent:
     """A bar as long as the step, in signs of what it is spent on."""
 
-    def __init__(self, *, breakdown: tuple[tuple[str, float], ...], whole: float) -> None:
+    def __init__(self, *, breakdown: tuple[tuple[Category, float], ...], whole: float) -> None:
         self.breakdown, self.whole = breakdown, whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -119,6 +119,6 @@ class Legend:
     """What the signs of the bars mean."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = {"compute": "compute", "exchange": "exchanges", "pipeline": "waiting for stages", "other": "update"}
+        words = {"compute": "compute", "exchange": "exchanges", "pipeline": CATEGORY_LABELS["pipeline"], "other": "update"}
         signs = (f"{SIGNS[kind][options.ascii_only]} {word}" for kind, word in words.items())
         yield Text("   ".join([*signs, "( ) does not fit"]))

@@ -11,14 +11,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.oracle.cost_summary import CostSummary, Setting
+from fourfold.oracle.cost_model import Forecast, Setting
 from fourfold.oracle.scaling import Row, Study, fastest
+from fourfold.oracle.time.items import CATEGORY_LABELS
 from fourfold.report.costs import assumed, cost_record, known_text, setting_record, setting_words
 from fourfold.report.text import WIDTH, _table
 from fourfold.units import bytes_text, count_text, seconds_text
 
 GAP = 3  # signs between columns
-TERMS = {"gradient_exchange": "gradients", "layer_exchange": "activations"}
 
 
 def scaling_record(study: Study, rows: Sequence[Row], setting: Setting, *, model: str, trace: str | None) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _row_record(row: Row) -> dict[str, Any]:
         "devices": row.devices,
         "strategy": row.strategy,
         "batch": row.batch,
-        **cost_record(row.figures),
+        **cost_record(row.forecast),
         "epoch_seconds": row.epoch_seconds,
         "samples_per_second": row.samples_per_second,
         "efficiency": row.efficiency,
@@ -54,7 +54,7 @@ def scaling_text(study: Study, rows: Sequence[Row], setting: Setting, *, model: 
     """`simulate`: all strategies on all numbers of devices, the fastest of each number in detail, and what cannot be."""
     weak = study.scaling == "weak"
     parts: list[RenderableType] = [_head(study, setting, model)]
-    shown = [row for row in rows if row.figures is not None]
+    shown = [row for row in rows if row.forecast is not None]
     several = len({row.devices for row in shown}) > 1
     if several and len({row.strategy for row in shown}) > 1:
         parts.append(Matrix(rows=shown, weak=weak))
@@ -63,7 +63,7 @@ def scaling_text(study: Study, rows: Sequence[Row], setting: Setting, *, model: 
     elif not several:
         shown.sort(key=lambda row: (not row.feasible, -(row.samples_per_second or 0.0)))
     parts += [Details(rows=shown, varied=weak)] if shown else []
-    parts += [Text(f"Kernels {_known(shown)}.")] if any(row.figures.known_from for row in shown if row.figures) else []
+    parts += [Text(f"Kernels {_known(shown)}.")] if any(row.forecast.known_from for row in shown if row.forecast) else []
     lines = [*_mixed(study), *_reasons(rows), *([f"written to {trace}"] if trace is not None else [])]
     return Group(*parts, *map(Text, lines))
 
@@ -186,7 +186,7 @@ class Details:
         yield table
 
     def _columns(self) -> dict[str, list[str]]:
-        cells = [(row, row.figures) for row in self.rows if row.figures is not None]
+        cells = [(row, row.forecast) for row in self.rows if row.forecast is not None]
         return {
             "devices>": [str(row.devices) for row, _ in cells],
             "strategy": [row.strategy for row, _ in cells],
@@ -210,28 +210,28 @@ def _share(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-def _peak(figures: CostSummary) -> str:
-    return bytes_text(figures.peak_bytes) if figures.feasible else f"({bytes_text(figures.peak_bytes)})"
+def _peak(forecast: Forecast) -> str:
+    return bytes_text(forecast.peak_bytes) if forecast.feasible else f"({bytes_text(forecast.peak_bytes)})"
 
 
-def _half(figures: CostSummary) -> str:
+def _half(forecast: Forecast) -> str:
     """Half the interval, relative."""
-    if figures.interval is None:
+    if forecast.interval is None:
         return ""
-    low, high = figures.interval
-    return f"{(high - low) / 2 / figures.step_seconds:.0%}"
+    low, high = forecast.interval
+    return f"{(high - low) / 2 / forecast.step_seconds:.0%}"
 
 
-def _rest(figures: CostSummary) -> str:
+def _rest(forecast: Forecast) -> str:
     """The largest term besides compute."""
-    rest = {term: seconds for term, seconds in figures.breakdown.items() if term != "compute"}
+    rest = {term: seconds for term, seconds in forecast.breakdown.items() if term != "compute"}
     term = max(rest, key=lambda name: rest[name])
-    return f"{TERMS.get(term, term)} {rest[term] / figures.step_seconds:.0%}" if rest[term] else ""
+    return f"{CATEGORY_LABELS[term]} {rest[term] / forecast.step_seconds:.0%}" if rest[term] else ""
 
 
 def _known(rows: Sequence[Row]) -> str:
     """Where the times of kernels come from, in all rows together or from the first to the last."""
-    texts = dict.fromkeys(known_text(row.figures) for row in rows if row.figures is not None)
+    texts = dict.fromkeys(known_text(row.forecast) for row in rows if row.forecast is not None)
     return next(iter(texts)) if len(texts) == 1 else f"from {next(iter(texts))} to {list(texts)[-1]}"
 
 
@@ -239,7 +239,7 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
     """Why a strategy is not to be had, where that begins."""
     told: set[tuple[str, bool]] = set()
     for row in rows:
-        key = row.strategy, row.figures is None
+        key = row.strategy, row.forecast is None
         if not row.feasible and key not in told:
             told.add(key)
             yield f"{row.strategy} on {row.devices}: {row.limits[0]}"

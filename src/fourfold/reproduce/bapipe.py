@@ -18,13 +18,13 @@ from fourfold.cluster.parts import Precision
 from fourfold.errors import Error, InvalidInput
 from fourfold.graph import Graph
 from fourfold.ops.nest import nest_of
-from fourfold.oracle.cost_summary import Setting
-from fourfold.oracle.predict import predict
-from fourfold.planner.search import replayed, search
-from fourfold.planner.search_task import Candidate, SearchTask
+from fourfold.oracle.cost_model import Setting
+from fourfold.oracle.predict import Prediction, predict
+from fourfold.planner.search import replay_plan, search
+from fourfold.planner.search_task import SearchTask
 from fourfold.planner.stages.boundary_search import hill_climb
-from fourfold.planner.stages.partition import Staged
-from fourfold.planner.stages.stage_search import staged
+from fourfold.planner.stages.partition import StagedPlan
+from fourfold.planner.stages.stage_search import staged_plans
 from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.spec.schedule_timing import Transfers, makespan
@@ -102,9 +102,9 @@ class Compared:
     """The best plan with stages, an even cut, data parallelism, and what the planner prefers of all."""
 
     case: Case
-    best: Candidate
-    even: Candidate | None
-    data: Candidate
+    best: Prediction
+    even: Prediction | None
+    data: Prediction
     chosen: str
 
     @property
@@ -113,11 +113,11 @@ class Compared:
 
     @property
     def speedup(self) -> float:
-        return self.data.seconds / self.best.seconds
+        return self.data.step_seconds / self.best.step_seconds
 
     @property
     def reduction(self) -> float:
-        return self.data.prediction.peak_bytes / self.best.prediction.peak_bytes
+        return self.data.peak_bytes / self.best.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,14 +197,16 @@ def compared(case: Case) -> Compared:
     graph = graph_of(case.model)
     prices = known_prices(cluster_named(case.cluster, devices=case.devices), case.precision)
     task = SearchTask(graph=graph, batch=case.batch, setting=Setting(prices=prices, optimizer=OPTIMIZER))
-    cuts = [cut for cut in staged(task, 0.0, float("inf"), few=False, mixed=False) if isinstance(cut, Staged)]
+    cuts = [cut for cut in staged_plans(task, 0.0, float("inf"), few=False, mixed=False) if isinstance(cut, StagedPlan)]
     plans = [cut.plan for cut in islice(sorted(cuts, key=lambda cut: cut.cost), REPLAYED)]
     streams = all(kind.asynchronous for kind, _ in prices.cluster.runs_in_use())
     plans = [replace(plan, schedule="1f1b-as") for plan in plans] if streams else plans
-    tried = [replayed(task, plan) for plan in plans]
-    first = min((c for c in tried if c.feasible), key=lambda c: c.seconds, default=min(tried, key=lambda c: c.seconds))
-    best = hill_climb(first, graph, partial(replayed, task))
-    data = replayed(task, named("data", graph, ranks=case.devices, batch=case.batch))
+    tried = [replay_plan(task, plan) for plan in plans]
+    first = min(
+        (c for c in tried if c.feasible), key=lambda c: c.step_seconds, default=min(tried, key=lambda c: c.step_seconds)
+    )
+    best = hill_climb(first, graph, partial(replay_plan, task))
+    data = replay_plan(task, named("data", graph, ranks=case.devices, batch=case.batch))
     return Compared(case=case, best=best, even=_even(task, best.plan), data=data, chosen=_chosen(task))
 
 
@@ -214,7 +216,7 @@ def _chosen(task: SearchTask) -> str:
     return "nothing fits" if best is None else "stages" if best.plan.stages else best.plan.strategy
 
 
-def _even(task: SearchTask, like: Plan) -> Candidate | None:
+def _even(task: SearchTask, like: Plan) -> Prediction | None:
     """As many stages with as many layers each; None where such a cut cannot be."""
     graph = task.graph.at(task.batch)
     layers = [op.path for op in graph.ops if nest_of(op, graph).anchor and op.name in task.graph.dependent]
@@ -222,7 +224,7 @@ def _even(task: SearchTask, like: Plan) -> Candidate | None:
     firsts = [like.stages[0].first, *(layers[len(layers) * k // count] for k in range(1, count))]
     stages = tuple(replace(stage, first=first) for stage, first in zip(like.stages, firsts, strict=True))
     try:
-        return replayed(task, replace(like, stages=stages))
+        return replay_plan(task, replace(like, stages=stages))
     except Error:
         return None
 
@@ -237,9 +239,9 @@ def _partitions(found: list[Compared]) -> Table:
                 one.case.words,
                 str(one.case.batch),
                 f"{sizes}, {plan.microbatches}",
-                f"{1e3 * one.best.seconds:.0f}",
+                f"{1e3 * one.best.step_seconds:.0f}",
                 f"{one.speedup:.2f}",
-                "" if even is None else f"{even.seconds / one.best.seconds:.2f}",
+                "" if even is None else f"{even.step_seconds / one.best.step_seconds:.2f}",
                 f"{one.reduction:.2f}",
                 one.chosen,
             )
@@ -342,7 +344,7 @@ def _expected(found: list[Compared], raced: list[Raced]) -> Iterator[Expectation
         holds="stages" not in chosen,
         chief=True,
     )
-    least, where = min((one.even.seconds / one.best.seconds, one.case.words) for one in found if one.even is not None)
+    least, where = min((one.even.step_seconds / one.best.step_seconds, one.case.words) for one in found if one.even is not None)
     yield at_least(f"no even cut is faster than the balanced one ({where})", least, 1.0, mark="unknown", unit=" x")
     every: list[Compared | Raced] = [*found, *raced]
     less, where = max((one.reduction, one.words) for one in every)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fourfold.calibrate.kernel_table import known_prices
 from fourfold.cluster import cluster_named
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan
 from fourfold.plans.layout.mesh import divisors
@@ -258,7 +258,7 @@ def _planned(told: Told) -> Table:
         found = search(SearchTask(graph=seen.graph, batch=BATCH, setting=setting))
         best = found.best or found.candidates[0]
         data = next(c for c in found.candidates if c.plan.strategy == "data")
-        gain = data.seconds / best.seconds
+        gain = data.step_seconds / best.step_seconds
         gains.append((float(devices), gain))
         high, wide = PAPER[devices][3]
         rows.append(
@@ -267,8 +267,8 @@ def _planned(told: Told) -> Table:
                 f"{high}x{wide}",
                 _words(best.plan),
                 _classifier(best.plan),
-                f"{best.seconds:.3f}",
-                f"{data.seconds:.3f}",
+                f"{best.step_seconds:.3f}",
+                f"{data.step_seconds:.3f}",
                 f"{gain:.2f} x",
             )
         )

@@ -15,7 +15,7 @@ from fourfold.cluster import cluster_named
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.spec import ITEM_BYTES
-from fourfold.oracle.cost_summary import Setting
+from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.scaling import Row, Study
 from fourfold.plans import lower_plan, named
 from fourfold.reproduce.race import OPTIMIZER, Contender, Outcome, Race, between, local
@@ -246,9 +246,9 @@ def _simulated(steps: Steps) -> tuple[Table, list[Expectation]]:
 
 
 def _cells(row: Row) -> tuple[str, str, str]:
-    if row.figures is None:
+    if row.forecast is None:
         return "cannot be", "", ""
-    return f"{row.figures.step_seconds:.3f}", f"{row.samples_per_second:,.0f}", f"{row.efficiency:.0%}"
+    return f"{row.forecast.step_seconds:.3f}", f"{row.samples_per_second:,.0f}", f"{row.efficiency:.0%}"
 
 
 def width_saving(saved: float, k: int) -> float | None:

@@ -1,5 +1,5 @@
 """Where a plan's step goes: exchanges, shared links, uneven stages, the update. Each is a term of the estimate or follows from
-its items; what no term tells apart (routing, other jobs, input data) is not here.
+its items; what no category shows (routing, other jobs, input data) is not here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.oracle.findings.finding import (
     layer_of,
 )
 from fourfold.oracle.prices.prices import Prices
-from fourfold.oracle.time.items import CATEGORIES, Category, Item
+from fourfold.oracle.time.items import CATEGORIES, CATEGORY_LABELS, Category, Item
 from fourfold.oracle.time.stage_comm import groups_along
 from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.units import bytes_text, seconds_text
@@ -28,72 +28,70 @@ Layers = dict[tuple[str, int], tuple[float, float]]
 STATISTICS_LABEL = " statistics"
 
 
-def bottlenecks(case: FindingContext) -> Iterator[Finding]:
+def bottlenecks(context: FindingContext) -> Iterator[Finding]:
     """Every bottleneck above its threshold, in the order of ParaDL's list."""
     for find in (gradient_exchange, layer_exchange, halo, congestion, weight_update, imbalance, bubble):
-        yield from find(case)
+        yield from find(context)
 
 
-def gradient_exchange(case: FindingContext) -> Iterator[Finding]:
+def gradient_exchange(context: FindingContext) -> Iterator[Finding]:
     """Sums of gradients, and weights gathered under ZeRO-3."""
     layers: Layers = {}
-    for part in case.parts:
-        for layer, (seconds, size) in _gradients(case, part).items():
+    for part in context.parts:
+        for layer, (seconds, size) in _gradients(context, part).items():
             layers[layer, part.index] = seconds, size
     yield from _exchange(
-        case,
+        context,
         "gradient_exchange",
         "gradient-exchange",
-        "gradient exchange",
         layers,
         "give each rank more examples, divide the large weights (filter, splitbrain) or use fewer replicas",
     )
 
 
-def layer_exchange(case: FindingContext) -> Iterator[Finding]:
+def layer_exchange(context: FindingContext) -> Iterator[Finding]:
     """Activations gathered and summed between layers: what filter and channel splits pay, O(B sum |y|)."""
-    layers = _layers(case, "layer_exchange")
+    layers = _layers(context, "layer_exchange")
     norms = sum(seconds for (layer, _), (seconds, _) in layers.items() if layer.endswith(STATISTICS_LABEL))
     remedy = "keep the axis within a node, make it shorter, or split these layers by batch"
     if 2 * norms > sum(seconds for seconds, _ in layers.values()):
         remedy = "statistics of norms over all ranks are most of it: give each rank more examples, or use norms without them"
-    yield from _exchange(case, "layer_exchange", "layer-exchange", "exchange between layers", layers, remedy)
+    yield from _exchange(context, "layer_exchange", "layer-exchange", layers, remedy)
 
 
-def halo(case: FindingContext) -> Iterator[Finding]:
+def halo(context: FindingContext) -> Iterator[Finding]:
     """Border rows sent from rank to rank."""
     yield from _exchange(
-        case,
+        context,
         "halo",
         "halo-exchange",
-        "point-to-point exchange of halos",
-        _layers(case, "halo"),
+        _layers(context, "halo"),
         "use fewer ranks on the domain, keep them within a node, or split another dim",
     )
 
 
-def _exchange(case: FindingContext, term: Category, name: str, what: str, layers: Layers, remedy: str) -> Iterator[Finding]:
-    seconds = case.estimate.breakdown[term]
-    share = seconds / case.step if case.step else 0.0
+def _exchange(context: FindingContext, term: Category, name: str, layers: Layers, remedy: str) -> Iterator[Finding]:
+    seconds = context.estimate.breakdown[term]
+    share = seconds / context.step if context.step else 0.0
     if share < EXCHANGE_SHARE or not layers:
         return
     (layer, _), (most, size) = max(layers.items(), key=lambda item: item[1])
     moved = sum(b for _, b in layers.values())
-    part = f"{seconds_text(seconds)} of {seconds_text(case.step)} ({share:.0%})"
+    part = f"{seconds_text(seconds)} of {seconds_text(context.step)} ({share:.0%})"
     yield Finding(
         name=name,
         kind="bottleneck",
         where=layer,
-        text=f"{what} takes {part} for {bytes_text(moved)} a rank, the most at {layer} ({seconds_text(most)}, "
+        text=f"{CATEGORY_LABELS[term]} takes {part} for {bytes_text(moved)} a rank, the most at {layer} ({seconds_text(most)}, "
         f"{bytes_text(size)}); {remedy}",
         numbers={"seconds": seconds, "share": share, "bytes": moved, "layer_seconds": most, "layer_bytes": size},
     )
 
 
-def _layers(case: FindingContext, term: Category) -> Layers:
+def _layers(context: FindingContext, term: Category) -> Layers:
     out: Layers = {}
-    for part in case.parts:
-        for item, times in case.items(part):
+    for part in context.parts:
+        for item, times in context.items(part):
             if item.category == term:
                 key = layer_of(part, item.label), part.index
                 seconds, size = out.get(key, (0.0, 0.0))
@@ -101,9 +99,9 @@ def _layers(case: FindingContext, term: Category) -> Layers:
     return out
 
 
-def _gradients(case: FindingContext, part: LoweredStage) -> dict[str, tuple[float, float]]:
+def _gradients(context: FindingContext, part: LoweredStage) -> dict[str, tuple[float, float]]:
     """By parameter: items that carry one, and those that carry many, told apart in proportion to bytes."""
-    items = [(item, times) for item, times in case.items(part) if item.category == "gradient_exchange"]
+    items = [(item, times) for item, times in context.items(part) if item.category == "gradient_exchange"]
     carried = {axes: _carried(part, axes) for axes in {item.axes for item, _ in items}}
     out: dict[str, tuple[float, float]] = {}
     for item, times in items:
@@ -125,39 +123,39 @@ def _carried(part: LoweredStage, axes: tuple[str, ...]) -> dict[str, float]:
     return {name: count / every for name, count in numel.items()}
 
 
-def congestion(case: FindingContext) -> Iterator[Finding]:
+def congestion(context: FindingContext) -> Iterator[Finding]:
     """Groups of one exchange that share links: what each would take if it were alone, and what it takes."""
-    shown = {term: case.shown(term) for term in CATEGORIES}
+    exposed = {term: context.exposed_share(term) for term in CATEGORIES}
     found = []
-    for part in case.parts:
-        for axes, items in _by_axes(case, part).items():
+    for part in context.parts:
+        for axes, items in _by_axes(context, part).items():
             groups = groups_along(part.stage.mesh, part.stage.ranks, axes)
             if len(groups) > 1:
-                alone, all_at_once = ([_cost(case.prices, item, some) for item, _ in items] for some in (groups[:1], groups))
+                alone, all_at_once = ([_cost(context.prices, item, some) for item, _ in items] for some in (groups[:1], groups))
                 more = [a - b for a, b in zip(all_at_once, alone, strict=True)]
-                lost = [one * times * shown[item.category] for (item, times), one in zip(items, more, strict=True)]
+                lost = [one * times * exposed[item.category] for (item, times), one in zip(items, more, strict=True)]
                 factor = sum(all_at_once) / (sum(alone) or 1.0)
                 found.append((sum(lost), part.index, " and ".join(axes), factor, len(groups)))
     worst = max(found, default=None)
-    if worst is None or worst[0] < CONGESTION_SHARE * case.step:
+    if worst is None or worst[0] < CONGESTION_SHARE * context.step:
         return
     lost_seconds, stage, along, times_longer, count = worst
-    share = lost_seconds / case.step
+    share = lost_seconds / context.step
     yield Finding(
         name="network-congestion",
         kind="bottleneck",
-        where=f"axis {along}" + (f" of stage {stage}" if len(case.parts) > 1 else ""),
+        where=f"axis {along}" + (f" of stage {stage}" if len(context.parts) > 1 else ""),
         text=f"{count} groups along {along} communicate at once and share links: their exchanges take {times_longer:.1f} times "
-        f"what one alone would, {seconds_text(lost_seconds)} of {seconds_text(case.step)} ({share:.0%}) more; put the axis "
+        f"what one alone would, {seconds_text(lost_seconds)} of {seconds_text(context.step)} ({share:.0%}) more; put the axis "
         "with most traffic within a node, or make it shorter",
         numbers={"seconds": lost_seconds, "share": share, "factor": times_longer, "groups": float(count)},
     )
 
 
-def _by_axes(case: FindingContext, part: LoweredStage) -> dict[tuple[str, ...], list[tuple[Item, int]]]:
+def _by_axes(context: FindingContext, part: LoweredStage) -> dict[tuple[str, ...], list[tuple[Item, int]]]:
     """The exchanges of a stage by the axes of their groups, and how often a step does each."""
     out: dict[tuple[str, ...], list[tuple[Item, int]]] = {}
-    for item, times in case.items(part):
+    for item, times in context.items(part):
         if item.is_blocking:
             out.setdefault(item.axes, []).append((item, times))
     return out
@@ -168,9 +166,9 @@ def _cost(prices: Prices, item: Item, groups: tuple[tuple[int, ...], ...]) -> fl
     return prices.collective(pattern, groups, item.size).seconds
 
 
-def weight_update(case: FindingContext) -> Iterator[Finding]:
+def weight_update(context: FindingContext) -> Iterator[Finding]:
     """ParaDL found 11 to 13 % of the compute in the update, more with Adam."""
-    update, compute = (case.estimate.breakdown[term] for term in ("update", "compute"))
+    update, compute = (context.estimate.breakdown[term] for term in ("update", "compute"))
     share = update / compute if compute else 0.0
     if share < UPDATE_SHARE:
         return
@@ -178,27 +176,27 @@ def weight_update(case: FindingContext) -> Iterator[Finding]:
         name="weight-update",
         kind="bottleneck",
         where="optimizer",
-        text=f"the update ({case.optimizer}) takes {seconds_text(update)}, {share:.0%} of {seconds_text(compute)} of compute; "
-        "divide the optimizer's state over replicas (zero 1), use a larger batch or an optimizer with less state",
+        text=f"the update ({context.optimizer}) takes {seconds_text(update)}, {share:.0%} of {seconds_text(compute)} of "
+        "compute; divide the optimizer's state over replicas (zero 1), use a larger batch or an optimizer with less state",
         numbers={"seconds": update, "share": share, "compute_seconds": compute},
     )
 
 
-def imbalance(case: FindingContext) -> Iterator[Finding]:
+def imbalance(context: FindingContext) -> Iterator[Finding]:
     """The slowest set of ranks of a pipeline, whose stages the others wait for."""
-    if len(case.lowered.places) < 2:
+    if len(context.lowered.places) < 2:
         return
-    work = {ranks: 0.0 for ranks in case.lowered.places}
-    for part, record in zip(case.parts, case.estimate.stages, strict=True):
+    work = {ranks: 0.0 for ranks in context.lowered.places}
+    for part, record in zip(context.parts, context.estimate.stages, strict=True):
         work[part.stage.ranks] += record["forward"] + record["backward"]
     slowest = max(work, key=lambda ranks: work[ranks])
     mean = sum(work.values()) / len(work)
     factor = work[slowest] / mean if mean else 1.0
     if factor < IMBALANCE:
         return
-    stages = [part for part in case.parts if part.stage.ranks == slowest]
+    stages = [part for part in context.parts if part.stage.ranks == slowest]
     names = f"stage{'s' if len(stages) > 1 else ''} {', '.join(str(part.index) for part in stages)}"
-    heavy = max(((item, part) for part in stages for item, _ in case.items(part)), key=lambda pair: pair[0].seconds)
+    heavy = max(((item, part) for part in stages for item, _ in context.items(part)), key=lambda pair: pair[0].seconds)
     yield Finding(
         name="workload-imbalance",
         kind="bottleneck",
@@ -209,24 +207,24 @@ def imbalance(case: FindingContext) -> Iterator[Finding]:
     )
 
 
-def bubble(case: FindingContext) -> Iterator[Finding]:
+def bubble(context: FindingContext) -> Iterator[Finding]:
     """Waiting for other stages: while the pipeline fills and empties, for slower stages, for transfers."""
-    places, count = len(case.lowered.places), case.microbatches
-    waited = case.estimate.breakdown["pipeline"]
-    if places < 2 or waited < EXCHANGE_SHARE * case.step:
+    places, count = len(context.lowered.places), context.microbatches
+    waited = context.estimate.breakdown["pipeline"]
+    if places < 2 or waited < EXCHANGE_SHARE * context.step:
         return
     even = (places - 1) / (count + places - 1)
     yield Finding(
         name="pipeline-bubble",
         kind="bottleneck",
-        where=case.lowered.plan.schedule,
-        text=f"{seconds_text(waited)} of {seconds_text(case.step)} ({waited / case.step:.0%}) go by waiting for other stages, "
-        f"{even:.0%} would with even stages and free transfers ({places} in turn, {count} micro-batches); use more "
+        where=context.lowered.plan.schedule,
+        text=f"{seconds_text(waited)} of {seconds_text(context.step)} ({waited / context.step:.0%}) go by waiting for other "
+        f"stages, {even:.0%} would with even stages and free transfers ({places} in turn, {count} micro-batches); use more "
         "micro-batches or fewer stages",
-        numbers={"seconds": waited, "share": waited / case.step, "even_share": even, "microbatches": float(count)},
+        numbers={"seconds": waited, "share": waited / context.step, "even_share": even, "microbatches": float(count)},
     )
 
 
-def compute_seconds(case: FindingContext, part: LoweredStage) -> float:
+def compute_seconds(context: FindingContext, part: LoweredStage) -> float:
     """Seconds of a step's kernels on a stage, both ways."""
-    return sum(item.seconds * times for item, times in case.items(part) if item.category == "compute")
+    return sum(item.seconds * times for item, times in context.items(part) if item.category == "compute")

@@ -1,4 +1,4 @@
-"""What a finding is, what it is found in, and from when on it is worth a line.
+"""What a finding is, what it is derived from, and the thresholds above which it is reported.
 
 A limit bounds what the plan can hold or how far its splits go; a bottleneck is where its step goes. The names are those of
 ParaDL's list (arXiv 2104.09075, section on limitations and bottlenecks).
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class FindingContext:
-    """A lowered plan with all that the oracle said of it."""
+    """A lowered plan with its estimate and memory."""
 
     lowered: LoweredPlan
     prices: Prices
@@ -77,10 +77,10 @@ class FindingContext:
         often = {"F": self.microbatches, "B": self.microbatches, "sums": 1}
         return [(item, times) for kind, times in often.items() for item in self.estimate.items[part.index, kind]]
 
-    def shown(self, term: Category) -> float:
-        """The part of a kind of exchange that the step waits for: what travels beside compute is not."""
-        sent = sum(item.seconds * times for part in self.parts for item, times in self.items(part) if item.category == term)
-        return min(self.estimate.breakdown[term] / sent, 1.0) if sent else 0.0
+    def exposed_share(self, category: Category) -> float:
+        """The share of an exchange category that the step waits for; the rest overlaps with compute."""
+        sent = sum(item.seconds * times for part in self.parts for item, times in self.items(part) if item.category == category)
+        return min(self.estimate.breakdown[category] / sent, 1.0) if sent else 0.0
 
     def stage(self, part: LoweredStage) -> str:
         return f"stage {part.index}" if len(self.parts) > 1 else "each rank"

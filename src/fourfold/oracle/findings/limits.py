@@ -20,7 +20,7 @@ from fourfold.oracle.findings.finding import (
     Finding,
     FindingContext,
 )
-from fourfold.oracle.findings.redundancy import Held, Shrink, held, shrinks
+from fourfold.oracle.findings.redundancy import HeldTensor, SplitKernel, held_tensors, split_kernels
 from fourfold.oracle.memory.device_rules import CUDA, LARGE, ROUND
 from fourfold.oracle.memory.peak import Memory
 from fourfold.oracle.prices.prices import Prices
@@ -31,28 +31,35 @@ from fourfold.units import bytes_text, seconds_text
 SMALL, SMALL_SEGMENT, MIDDLE_SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
 """PyTorch's caching allocator on CUDA (c10/cuda/CUDACachingAllocator): sizes are rounded up to blocks of 512 bytes; those up to
 1 MiB are cut from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones are multiples of 2 MiB."""
-WORDS = {"batch": "examples", "filter": "filters", "channel": "channels"}
+SPLIT_WORDS = {"batch": "examples", "filter": "filters", "channel": "channels"}
 
 
 def findings(
     lowered: LoweredPlan, prices: Prices, estimate: Estimate, memory: Memory, *, optimizer: str = "sgd"
 ) -> tuple[Finding, ...]:
     """What limits the plan and what holds it up: limits first, bottlenecks by how much of the step they take."""
-    case = FindingContext(lowered=lowered, prices=prices, estimate=estimate, memory=memory, optimizer=optimizer)
-    slow = sorted(bottlenecks(case), key=lambda finding: -finding.numbers["seconds"])
-    return (*capacity(case), *scaling(case), *memory_redundancy(case), *fragmentation(case), *compute_limits(case), *slow)
+    context = FindingContext(lowered=lowered, prices=prices, estimate=estimate, memory=memory, optimizer=optimizer)
+    slow = sorted(bottlenecks(context), key=lambda finding: -finding.numbers["seconds"])
+    return (
+        *capacity(context),
+        *scaling(context),
+        *memory_redundancy(context),
+        *fragmentation(context),
+        *compute_limits(context),
+        *slow,
+    )
 
 
-def capacity(case: FindingContext) -> Iterator[Finding]:
+def capacity(context: FindingContext) -> Iterator[Finding]:
     """Ranks that need more than their device holds, the worst of every stage."""
-    cluster = case.prices.cluster
-    for place in case.lowered.places:
-        peaks = [peak for peak in case.memory.peaks if peak.ranks[0] in place]
-        peak = max(peaks, key=lambda peak: peak.bytes / _holds(cluster, peak.ranks))
-        holds = _holds(cluster, peak.ranks)
+    cluster = context.prices.cluster
+    for place in context.lowered.places:
+        peaks = [peak for peak in context.memory.peaks if peak.ranks[0] in place]
+        peak = max(peaks, key=lambda peak: peak.bytes / _capacity(cluster, peak.ranks))
+        holds = _capacity(cluster, peak.ranks)
         if peak.bytes > holds:
-            stage = next(part for part in case.parts if part.stage.ranks == place)
-            where = f"stage {stage.index}" if len(case.parts) > 1 else f"rank {peak.ranks[0]}"
+            stage = next(part for part in context.parts if part.stage.ranks == place)
+            where = f"stage {stage.index}" if len(context.parts) > 1 else f"rank {peak.ranks[0]}"
             most = max(peak.parts, key=lambda kind: peak.parts[kind])
             yield Finding(
                 name="memory-capacity",
@@ -64,7 +71,7 @@ def capacity(case: FindingContext) -> Iterator[Finding]:
             )
 
 
-def _holds(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+def _capacity(cluster: Cluster, ranks: tuple[int, ...]) -> float:
     """Bytes of the smallest device among ranks with equal shards."""
     return min(cluster.memory(rank) for rank in (ranks if len(cluster.kinds) > 1 else ranks[:1]))
 
@@ -75,18 +82,18 @@ def _remedy(kind: str) -> str:
     return "recompute, use more stages or micro-batches, more ranks, or a smaller batch"
 
 
-def scaling(case: FindingContext) -> Iterator[Finding]:
+def scaling(context: FindingContext) -> Iterator[Finding]:
     """Axes whose split a layer stops: it has fewer filters, channels, rows or examples than a longer axis would need."""
     seen = set()
-    for part in case.parts:
-        for (axis, label), (size, layer) in _thinnest(part).items():
+    for part in context.parts:
+        for (axis, label), (size, layer) in _smallest_loops(part).items():
             extent = part.stage.mesh.extent(axis)
             if extent > 1 and HEADROOM * extent > size and (axis, label) not in seen:
                 seen.add((axis, label))
-                yield _stopped(axis, label, extent, size, layer)
+                yield _scaling_limit(axis, label, extent, size, layer)
 
 
-def _thinnest(part: LoweredStage) -> dict[tuple[str, str], tuple[int, str]]:
+def _smallest_loops(part: LoweredStage) -> dict[tuple[str, str], tuple[int, str]]:
     """By axis and split: the layer with the smallest loop, those left whole because they are too thin among them."""
     anchors = [step for step in part.program.computes() if step.nest.anchor]
     labels = {(axis, label) for step in anchors for axis, label in step.labels().items()}
@@ -100,8 +107,8 @@ def _thinnest(part: LoweredStage) -> dict[tuple[str, str], tuple[int, str]]:
     return out
 
 
-def _stopped(axis: str, label: str, extent: int, size: int, layer: str) -> Finding:
-    what = WORDS.get(label, f"indices of {label}")
+def _scaling_limit(axis: str, label: str, extent: int, size: int, layer: str) -> Finding:
+    what = SPLIT_WORDS.get(label, f"indices of {label}")
     remedy = "use a larger batch" if label == "batch" else "lengthen another axis (batch, if examples are left) instead"
     return Finding(
         name="scaling-limit",
@@ -113,55 +120,61 @@ def _stopped(axis: str, label: str, extent: int, size: int, layer: str) -> Findi
     )
 
 
-def memory_redundancy(case: FindingContext) -> Iterator[Finding]:
+def memory_redundancy(context: FindingContext) -> Iterator[Finding]:
     """Weights, state and activations that other ranks of a stage hold too, on the stage that has most."""
-    by_stage = {part.index: _repeated(case, part) for part in case.parts if part.stage.mesh.size > 1}
+    by_stage = {part.index: _redundant_bytes(context, part) for part in context.parts if part.stage.mesh.size > 1}
     if not by_stage:
         return
     index = max(by_stage, key=lambda k: sum(by_stage[k].values()))
-    part, sizes = case.parts[index], by_stage[index]
-    repeated, peak = sum(sizes.values()), case.memory.of(case.parts[index].stage.ranks[0]).tensors
+    part, sizes = context.parts[index], by_stage[index]
+    repeated, peak = sum(sizes.values()), context.memory.of(context.parts[index].stage.ranks[0]).tensors
     if repeated < MEMORY_SHARE * peak:
         return
     most = max(sizes, key=lambda kind: sizes[kind])
     listed = ", ".join(f"{bytes_text(size)} of {kind}" for kind, size in sizes.items() if size > 0.01 * repeated)
-    holder = case.stage(part)
+    holder = context.stage(part)
     yield Finding(
         name="memory-redundancy",
         kind="limit",
         where=holder,
         text=f"{holder} holds {bytes_text(repeated)} that others hold too ({listed}) at a peak of {bytes_text(peak)}; "
-        f"{_division(most)}",
+        f"{_division_remedy(most)}",
         numbers={"bytes": repeated, "peak_bytes": float(peak), **{f"{kind}_bytes": size for kind, size in sizes.items()}},
     )
 
 
-def _repeated(case: FindingContext, part: LoweredStage) -> dict[str, float]:
+def _redundant_bytes(context: FindingContext, part: LoweredStage) -> dict[str, float]:
     out = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), 0.0)
-    for tensor in _held(case, part):
+    for tensor in _held_tensors(context, part):
         out[tensor.kind] += tensor.repeated(part.stage.mesh.size)
     return out
 
 
-def _held(case: FindingContext, part: LoweredStage) -> list[Held]:
-    return held(part, case.optimizer, case.lowered.plan.timetable.in_flight(part.index), case.prices.precision)
+def _held_tensors(context: FindingContext, part: LoweredStage) -> list[HeldTensor]:
+    return held_tensors(part, context.optimizer, context.lowered.plan.timetable.in_flight(part.index), context.prices.precision)
 
 
-def _division(kind: str) -> str:
+def _division_remedy(kind: str) -> str:
     if kind == "activations":
         return "split these layers by batch or domain rather than by filter or channel"
     return "divide them over the replicas (zero 1 for the optimizer's state, zero 3 for weights too) or by filter"
 
 
-def fragmentation(case: FindingContext) -> Iterator[Finding]:
+def fragmentation(context: FindingContext) -> Iterator[Finding]:
     """What an allocator of segments loses at least on the tensors a rank holds; holes that freed ones leave come on top."""
-    peak = case.memory.heaviest
-    cluster, rank = case.prices.cluster, peak.ranks[0]
+    peak = context.memory.heaviest
+    cluster, rank = context.prices.cluster, peak.ranks[0]
     if cluster.device(rank).kind != "gpu":
         return
-    sizes = [t.local for part in case.parts if rank in part.stage.ranks for t in _held(case, part) for _ in range(t.count)]
+    sizes = [
+        t.local
+        for part in context.parts
+        if rank in part.stage.ranks
+        for t in _held_tensors(context, part)
+        for _ in range(t.count)
+    ]
     lost = reserved(sizes) - sum(sizes)
-    holds = _holds(cluster, peak.ranks)
+    holds = _capacity(cluster, peak.ranks)
     tight = peak.bytes <= holds < peak.bytes + lost
     if lost < FRAGMENTED_SHARE * peak.tensors and not tight:
         return
@@ -185,15 +198,17 @@ def reserved(sizes: list[int]) -> float:
     return float(-(-small // SMALL_SEGMENT) * SMALL_SEGMENT + -(-middle // MIDDLE_SEGMENT) * MIDDLE_SEGMENT + large)
 
 
-def compute_limits(case: FindingContext) -> Iterator[Finding]:
+def compute_limits(context: FindingContext) -> Iterator[Finding]:
     """Split kernels that do not shrink with their ranks, and ops that all ranks of an axis do alike."""
-    live = case.lowered.cut.live
-    every = [(part, one) for part in case.parts if part.stage.mesh.size > 1 for one in shrinks(part, case.prices, live)]
-    yield from _shrinking(case, [(part, one) for part, one in every if one.split > 1])
-    yield from _replicated(case, [(part, one) for part, one in every if one.copies > 1])
+    live = context.lowered.cut.live
+    every = [
+        (part, one) for part in context.parts if part.stage.mesh.size > 1 for one in split_kernels(part, context.prices, live)
+    ]
+    yield from _split_overhead(context, [(part, one) for part, one in every if one.split > 1])
+    yield from _replicated_compute(context, [(part, one) for part, one in every if one.copies > 1])
 
 
-def _shrinking(case: FindingContext, some: list[tuple[LoweredStage, Shrink]]) -> Iterator[Finding]:
+def _split_overhead(context: FindingContext, some: list[tuple[LoweredStage, SplitKernel]]) -> Iterator[Finding]:
     taken, ideal = sum(one.local for _, one in some), sum(one.whole / one.split for _, one in some)
     if not ideal or taken < SHRINKING * ideal:
         return
@@ -214,9 +229,9 @@ def _shrinking(case: FindingContext, some: list[tuple[LoweredStage, Shrink]]) ->
     )
 
 
-def _replicated(case: FindingContext, some: list[tuple[LoweredStage, Shrink]]) -> Iterator[Finding]:
-    wasted = case.microbatches * sum(one.repeated for _, one in some)
-    whole = sum(compute_seconds(case, part) for part in case.parts)
+def _replicated_compute(context: FindingContext, some: list[tuple[LoweredStage, SplitKernel]]) -> Iterator[Finding]:
+    wasted = context.microbatches * sum(one.repeated for _, one in some)
+    whole = sum(compute_seconds(context, part) for part in context.parts)
     if not whole or wasted < REPLICATED_SHARE * whole:
         return
     _, worst = max(some, key=lambda pair: pair[1].repeated)

@@ -1,4 +1,4 @@
-"""What ranks do or hold that the ideal division of a plan would not have them do or hold.
+"""Redundant work and memory: what ranks compute or hold beyond an ideal division of the plan.
 
 Work: a kernel split over n ranks ideally takes 1/n of the whole kernel's time; it does not (launches, operands that are not
 split, small shapes), and an op that an axis does not split is done by all of its ranks. Bytes: an even division leaves a
@@ -24,7 +24,7 @@ from fourfold.plans.lowering.program import Compute, Program, Step, inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shrink:
+class SplitKernel:
     """One op of a stage, forward and backward of a micro-batch: seconds on one rank and of the whole kernel on one device."""
 
     path: str
@@ -44,8 +44,8 @@ class Shrink:
         return self.local * (1 - 1 / self.copies)
 
 
-def shrinks(part: LoweredStage, prices: Prices, live: frozenset[str]) -> list[Shrink]:
-    """The kernels of a stage beside their whole ones. If only one of the two was measured, both are priced by formula."""
+def split_kernels(part: LoweredStage, prices: Prices, live: frozenset[str]) -> list[SplitKernel]:
+    """The kernels of a stage and their times unsplit. If only one of the two was measured, both are priced by formula."""
     program, rank = part.program, part.stage.ranks[0]
     coords = program.mesh.coords(0)
     gradients = dict.fromkeys(live, True)
@@ -60,7 +60,7 @@ def shrinks(part: LoweredStage, prices: Prices, live: frozenset[str]) -> list[Sh
             times = [formula.kernel(kernel, rank) for kernel in kernels]
         local, whole = (_seconds(t, any(k.gradients)) for t, k in zip(times, kernels, strict=True))
         split = _extent(program.mesh, step.split_axes)
-        out.append(Shrink(path=step.op.path, local=local, whole=whole, split=split, copies=program.mesh.size // split))
+        out.append(SplitKernel(path=step.op.path, local=local, whole=whole, split=split, copies=program.mesh.size // split))
     return out
 
 
@@ -85,7 +85,7 @@ def steps_of(steps: Iterable[Step]) -> Iterator[Compute]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldTensor:
     """A tensor one rank has throughout (weights, gradients, optimizer) or until backward (activations), and all of it."""
 
     kind: str
@@ -98,13 +98,13 @@ class Held:
         return self.count * max(self.local - self.whole / ranks, 0.0)
 
 
-def held(part: LoweredStage, optimizer: str, in_flight: int, precision: str) -> list[Held]:
+def held_tensors(part: LoweredStage, optimizer: str, in_flight: int, precision: str) -> list[HeldTensor]:
     """The tensors of a stage's first rank. `in_flight`: micro-batches between forward and backward."""
     sizes = {dtype: item_bytes(dtype, precision) for dtype in ITEM_BYTES}
-    return [*_stored(part, optimizer, sizes), *_kept(part.program, in_flight, sizes)]
+    return [*_stored(part, optimizer, sizes), *_saved(part.program, in_flight, sizes)]
 
 
-def _stored(part: LoweredStage, optimizer: str, sizes: Mapping[str, int]) -> Iterator[Held]:
+def _stored(part: LoweredStage, optimizer: str, sizes: Mapping[str, int]) -> Iterator[HeldTensor]:
     program, values = part.program, part.program.graph.values
     coords = program.mesh.coords(0)
     trained = {p.name for p in program.graph.parameters if p.trainable}
@@ -113,16 +113,16 @@ def _stored(part: LoweredStage, optimizer: str, sizes: Mapping[str, int]) -> Ite
         if layout is None:
             continue
         local, whole = _bytes(layout, coords, sizes[values[parameter.name].dtype])
-        yield Held(kind="weights", local=local, whole=whole)
+        yield HeldTensor(kind="weights", local=local, whole=whole)
         if parameter.name in trained:
-            yield Held(kind="gradients", local=local, whole=whole)
+            yield HeldTensor(kind="gradients", local=local, whole=whole)
     for name, layout in program.updates.items():
         if OPTIMIZERS[optimizer].state:
             local, whole = _bytes(layout, coords, sizes[values[name].dtype])
-            yield Held(kind="optimizer", local=local, whole=whole, count=OPTIMIZERS[optimizer].state)
+            yield HeldTensor(kind="optimizer", local=local, whole=whole, count=OPTIMIZERS[optimizer].state)
 
 
-def _kept(program: Program, in_flight: int, sizes: Mapping[str, int]) -> Iterator[Held]:
+def _saved(program: Program, in_flight: int, sizes: Mapping[str, int]) -> Iterator[HeldTensor]:
     """What ops keep for backward by their rules, each slot once."""
     coords, values = program.mesh.coords(0), program.graph.values
     seen: set[str] = set(program.stored)
@@ -135,7 +135,7 @@ def _kept(program: Program, in_flight: int, sizes: Mapping[str, int]) -> Iterato
             if slot not in seen and name not in program.stored:  # weights that are gathered are let go after forward
                 seen.add(slot)
                 local, whole = _bytes(layout, coords, sizes[dtype])
-                yield Held(kind="activations", local=local, whole=whole, count=in_flight)
+                yield HeldTensor(kind="activations", local=local, whole=whole, count=in_flight)
 
 
 def _bytes(layout: Layout, coords: dict[str, int], size: int) -> tuple[int, int]:

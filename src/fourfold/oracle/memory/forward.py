@@ -1,7 +1,7 @@
-"""A program's forward on one rank with blocks of memory instead of numbers: its list, written down for its backward.
+"""The memory of a program's forward on one rank: its action list run on blocks instead of tensors, and recorded for backward.
 
-What an op keeps, which results are views, and which gradients are merely passed on are told by `plans.lists.saved_tensors` and
-`plans.lists.result_layout`; the memory of exchanges is that of `runtime.comm.exchange`.
+`plans.lists.saved_tensors` says what an op saves; `plans.lists.result_layout` which results are views and which gradients pass
+through unchanged. The memory of exchanges is that of `runtime.comm.exchange`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fourfold.graph.spec import item_bytes
@@ -41,37 +42,37 @@ from fourfold.plans.lowering.program import Compute, Move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """One op on one rank: how its results lie, what it takes for a while and keeps, which operands get its gradient as is."""
+class OpMemory:
+    """One op on one rank: how its results lie in memory, its workspace, what it saves for backward."""
 
     share: Share
-    lies: tuple[Strided, ...]
-    space: Workspace
-    kept: Saving
-    passes_gradient: tuple[bool, ...]
-    sizes: tuple[int, ...]  # bytes of the operands
+    results: tuple[Strided, ...]
+    workspace: Workspace
+    saved: Saving
+    passes_gradient: tuple[bool, ...]  # by operand: whether its gradient is that of the result, unchanged
+    operand_bytes: tuple[int, ...]
 
 
 @dataclass(eq=False)
-class Known:
-    """What was found out of programs and steps, by their identity, for all ranks that run them."""
+class OpMemoryCache:
+    """`OpMemory` by step, share and operands, common to all ranks that are replayed."""
 
-    facts: dict[tuple[object, ...], Facts] = field(default_factory=dict)
+    by_share: dict[tuple[object, ...], OpMemory] = field(default_factory=dict)
 
 
 @dataclass(eq=False, kw_only=True)
 class ForwardMemory(BackwardMemory):
-    """One rank's forwards."""
+    """The forwards of one rank on one stage."""
 
     lists: StageList
     recording: bool = True
-    keeping: bool = False  # inside the second run of a segment: gathered weights are kept too
+    keep_gathered: bool = False  # inside the second run of a segment: gathered weights are kept too
     leaves: dict[str, Var] = field(default_factory=dict)  # of the stored tensors that have gradients
-    known: Known = field(default_factory=Known)
-    facts: dict[tuple[object, ...], Facts] = field(default_factory=dict)  # of this rank, by the identity of a step
+    cache: OpMemoryCache = field(default_factory=OpMemoryCache)
+    op_memory: dict[tuple[object, ...], OpMemory] = field(default_factory=dict)  # of this rank, by the identity of a step
 
     def __post_init__(self) -> None:
-        self.weights = DividedWeights(self.heap, self.rank, self.lists.messages.item, self._landed)
+        self.weights = DividedWeights(self.heap, self.rank, self.lists.messages.item, self._accumulate_shard)
         self._take: dict[type, Callable[[Any, Env], None]] = {
             Compute: self._compute,
             Move: self._move,
@@ -83,10 +84,10 @@ class ForwardMemory(BackwardMemory):
             RunSegment: self._segment,
         }
         self.pieces: list[Tensor] = []  # of the passes under way, by number
-        self.openings: dict[str, tuple[Block, Block]] = {}  # started exchanges of passes: results and buffers
+        self.started: dict[str, tuple[Block, Block]] = {}  # started exchanges of passes: results and buffers
 
     def forward(self, lists: StageList, env: Env) -> None:
-        """The forward list of a size of micro-batch; what is left in the env is what the runtime has then."""
+        """Run the forward list of a size of micro-batch; `env` ends as the runtime's does."""
         self.lists = lists
         self._run_all(lists.forward, env)
 
@@ -105,9 +106,9 @@ class ForwardMemory(BackwardMemory):
         if not isinstance(action.message, Opening):
             self.act((action,))
         elif isinstance(action, Launch):
-            self._open(action.message)
+            self._start_exchange(action.message)
         else:
-            self._opened(action.message, env)
+            self._finish_exchange(action.message, env)
 
     def act(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -136,27 +137,27 @@ class ForwardMemory(BackwardMemory):
                     self.heap.drop(var.grad)
                     var.grad = None
 
-    def _landed(self, move: Move, shard: Block) -> None:
+    def _accumulate_shard(self, move: Move, shard: Block) -> None:
         self.accumulate(self.leaves[move.source], shard)
 
     def backward_of(self, lists: StageList, nodes: list[Node], *, last: bool) -> None:
-        """The backward list of a size of micro-batch, on what its forward wrote down."""
+        """Run the backward list of a size of micro-batch on what its forward recorded."""
         self.lists = lists
         self.backward(nodes, lists.last(self.coords) if last else lists.backward)
 
     def _compute(self, step: Compute, env: Env) -> None:
         self.heap.now, over = step.op.path, id(step) in self.lists.in_place
         ins = [env[slot] for slot in step.inputs]
-        facts = self._facts(step, ins, over)
-        space, kept = facts.space, facts.kept
-        outs = self._made(facts, ins)
+        memory = self._op_memory(step, ins, over)
+        space, saved = memory.workspace, memory.saved
+        outs = self._results(memory, ins)
         gradients = any(t.var is not None for t in ins)
         live = gradients and self.recording
-        buffers = [self.heap.take(size, "activations") for size in kept.buffers]
+        buffers = [self.heap.take(size, "activations") for size in saved.buffers]
         self.heap.pass_through(space.forward, "workspace")
         if live:
-            held = [self._kept((ins[k] if k >= 0 else outs[-1 - k]).block) for k in kept.tensors]
-            self._record(facts, ins, outs, held + buffers)
+            held = [self._save_block((ins[k] if k >= 0 else outs[-1 - k]).block) for k in saved.tensors]
+            self._record(memory, ins, outs, held + buffers)
         else:
             for block in buffers:
                 self.heap.drop(block)
@@ -165,53 +166,53 @@ class ForwardMemory(BackwardMemory):
                     out.var = Var(size=out.bytes)
         env.update(zip(step.outputs, outs, strict=True))
 
-    def _facts(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
-        """Worked out once for all micro-batches, in which a step's operands lie the same, and for ranks with such a share."""
+    def _op_memory(self, step: Compute, ins: list[Tensor], over: bool) -> OpMemory:
+        """Computed once for all micro-batches and for all ranks with an equal share."""
         key = (id(step), over, *[t.var is not None for t in ins])
-        if key not in self.facts:
+        if key not in self.op_memory:
             shared = (*key, share_of(step, self.coords), *(t.lies for t in ins))
-            if shared not in self.known.facts:
-                self.known.facts[shared] = self._found(step, ins, over)
-            self.facts[key] = self.known.facts[shared]
-        return self.facts[key]
+            if shared not in self.cache.by_share:
+                self.cache.by_share[shared] = self._compute_op_memory(step, ins, over)
+            self.op_memory[key] = self.cache.by_share[shared]
+        return self.op_memory[key]
 
-    def _found(self, step: Compute, ins: list[Tensor], over: bool) -> Facts:
+    def _compute_op_memory(self, step: Compute, ins: list[Tensor], over: bool) -> OpMemory:
         share = Share(step, self.coords, tuple(t.item for t in ins), tuple(map(self._item, step.dtypes)))
-        space, kept = self._needs(share, [t.var is not None for t in ins])
-        copied = [_ends(t.var) and is_gradient_strided(share, k) for k, t in enumerate(ins)]
-        return Facts(
+        space, saved = self._workspace_and_saved(share, [t.var is not None for t in ins])
+        copied = [_needs_own_gradient(t.var) and is_gradient_strided(share, k) for k, t in enumerate(ins)]
+        return OpMemory(
             share=share,
-            lies=tuple(results(share, [t.lies for t in ins], over)),
-            space=space,
-            kept=kept,
+            results=tuple(results(share, [t.lies for t in ins], over)),
+            workspace=space,
+            saved=saved,
             passes_gradient=tuple(passes_gradient(share, k) and not copied[k] for k in range(len(ins))),
-            sizes=tuple(t.bytes for t in ins),
+            operand_bytes=tuple(t.bytes for t in ins),
         )
 
     def _item(self, dtype: str) -> int:
         return item_bytes(dtype, self.lists.messages.precision)
 
-    def _needs(self, share: Share, gradients: Sequence[bool]) -> tuple[Workspace, Saving]:
+    def _workspace_and_saved(self, share: Share, gradients: Sequence[bool]) -> tuple[Workspace, Saving]:
         """What the op takes for a while, and what it keeps."""
         if self.machine.gpu:
             return gpu.workspace(share, gradients), gpu.kept(share, saving(share, gradients))
         return workspace(share, gradients, self.machine.block), saving(share, gradients)
 
-    def _kept(self, block: Block) -> Block:
-        """A block autograd keeps; of a gathered weight it keeps a note."""
+    def _save_block(self, block: Block) -> Block:
+        """Hold a block for backward; a gathered weight is not held, it is gathered again."""
         return block if block.gathered else self.heap.hold(block)
 
-    def _made(self, facts: Facts, ins: list[Tensor]) -> list[Tensor]:
+    def _results(self, memory: OpMemory, ins: list[Tensor]) -> list[Tensor]:
         """The results: views of the first operand or new memory."""
-        share, out = facts.share, []
-        for k, lies in enumerate(facts.lies):
+        share, out = memory.share, []
+        for k, lies in enumerate(memory.results):
             view = lies.of is not None
             block = self.heap.hold(ins[lies.of or 0].block) if view else self.heap.take(share.result_bytes(k), "activations")
             out.append(Tensor(block, lies, share.result_items[k]))
         return out
 
-    def _record(self, facts: Facts, ins: list[Tensor], outs: list[Tensor], saved: list[Block]) -> None:
-        step, space = facts.share.step, facts.space.backward
+    def _record(self, memory: OpMemory, ins: list[Tensor], outs: list[Tensor], saved: list[Block]) -> None:
+        step, space = memory.share.step, memory.workspace.backward
         for out, dtype in zip(outs, step.dtypes, strict=True):
             if dtype.startswith(("float", "bfloat", "complex")):
                 out.var = Var(size=out.bytes)
@@ -219,7 +220,7 @@ class ForwardMemory(BackwardMemory):
 
         def backward(given: list[Block]) -> list[Block | None]:
             out: list[Block | None] = []
-            for var, size, through in zip(read, facts.sizes, facts.passes_gradient, strict=True):
+            for var, size, through in zip(read, memory.operand_bytes, memory.passes_gradient, strict=True):
                 if var is None:
                     out.append(None)
                 elif through and given:
@@ -237,23 +238,23 @@ class ForwardMemory(BackwardMemory):
         self.heap.now = f"exchange of {step.value}"
         source = env[step.source]
         there = exchange_memory(step.exchange, self.rank, source.item, self.lists.paths)
-        env[step.target] = self._arrived(step, source, self._moved(there, source.block, "exchange"))
+        env[step.target] = self._exchange_result(step, source, self._exchange_block(there, source.block, "exchange"))
 
-    def _arrived(self, step: Move, source: Tensor, block: Block) -> Tensor:
-        """The result of an exchange, and its adjoint written down."""
+    def _exchange_result(self, step: Move, source: Tensor, block: Block) -> Tensor:
+        """The result of an exchange; its adjoint is recorded."""
         out = Tensor(block, Strided.fresh(step.exchange.target.local_shape(self.coords)), source.item)
         if source.var is not None:
             out.var = Var(size=out.bytes)
             if self.recording:
                 back = exchange_memory(step.exchange.adjoint, self.rank, source.item, self.lists.paths)
                 name = f"exchange of {step.value}"
-                self.nodes.append(Node(step, name, [source.var], [out.var], [], lambda g: [self._back(back, g)]))
+                self.nodes.append(Node(step, name, [source.var], [out.var], [], lambda g: [self._exchange_back(back, g)]))
         return out
 
-    def _back(self, steps: tuple[ExchangeMemory, ...], given: list[Block]) -> Block:
-        return self._moved(steps, given[0], "backward")
+    def _exchange_back(self, steps: tuple[ExchangeMemory, ...], given: list[Block]) -> Block:
+        return self._exchange_block(steps, given[0], "backward")
 
-    def _moved(self, steps: tuple[ExchangeMemory, ...], source: Block, kind: str) -> Block:
+    def _exchange_block(self, steps: tuple[ExchangeMemory, ...], source: Block, kind: str) -> Block:
         block = self.heap.hold(source)
         for step in steps:
             if step.result is None:
@@ -269,17 +270,18 @@ class ForwardMemory(BackwardMemory):
         move = action.move
         self.heap.now = f"exchange of {move.value}"
         block = self.weights.fetch(move, action.source)
-        block.gathered = not self.keeping and self.recording
+        block.gathered = not self.keep_gathered and self.recording
         out = Tensor(block, Strided.fresh(move.exchange.target.local_shape(self.coords)), source.item)
         if source.var is not None:
             out.var = Var(size=out.bytes)
             if self.recording:
-                self.nodes.append(Node(move, self.heap.now, [source.var], [out.var], [], lambda g: self._graded(move, g[0])))
+                backward = partial(self._take_gradient, move)
+                self.nodes.append(Node(move, self.heap.now, [source.var], [out.var], [], backward))
         return out
 
-    def _graded(self, move: Move, grad: Block) -> list[Block | None]:
-        """The gradient of a gathered weight is there; the list says where it goes."""
-        self.weights.grads[move] = self.heap.hold(grad)
+    def _take_gradient(self, move: Move, grads: list[Block]) -> list[Block | None]:
+        """Keep the gradient of a gathered weight until its `Give` action."""
+        self.weights.grads[move] = self.heap.hold(grads[0])
         return [None]
 
     # --- passes ---
@@ -303,23 +305,23 @@ class ForwardMemory(BackwardMemory):
         for piece in pieces:
             self.heap.drop(piece.block)
         for _, outside, at in step.exits:
-            env[outside] = self._joined(outs[outside], at)
+            env[outside] = self._join_pieces(outs[outside], at)
 
-    def _open(self, opening: Opening) -> None:
-        """The exchange of a pass is started: its result and its buffers are there from now on."""
+    def _start_exchange(self, opening: Opening) -> None:
+        """Start the exchange of a pass: its result and its buffers are alive from now on."""
         source = self.pieces[opening.number]
         self.heap.now = f"exchange of {opening.move.value}"
         *first, last = exchange_memory(opening.move.exchange, self.rank, source.item, self.lists.paths)
-        block = self._moved(tuple(first), source.block, "exchange")
+        block = self._exchange_block(tuple(first), source.block, "exchange")
         assert last.result is not None
         result, beside = self.heap.take(last.result, "activations"), self.heap.take(last.beside, "exchange")
         self.heap.drop(block)
-        self.openings[opening.key] = result, beside
+        self.started[opening.key] = result, beside
 
-    def _opened(self, opening: Opening, env: Env) -> None:
-        result, beside = self.openings.pop(opening.key)
+    def _finish_exchange(self, opening: Opening, env: Env) -> None:
+        result, beside = self.started.pop(opening.key)
         self.heap.drop(beside)
-        env[opening.move.target] = self._arrived(opening.move, self.pieces[opening.number], result)
+        env[opening.move.target] = self._exchange_result(opening.move, self.pieces[opening.number], result)
 
     def _pieces(self, source: Tensor, dim: int, count: int) -> list[Tensor]:
         sizes = [source.lies.shape[dim] * (k + 1) // count - source.lies.shape[dim] * k // count for k in range(count)]
@@ -334,7 +336,7 @@ class ForwardMemory(BackwardMemory):
             self.nodes.append(Node(None, "passes", [source.var], made, [], lambda g: [self.heap.take(size, "backward")]))
         return out
 
-    def _joined(self, pieces: list[Tensor], dim: int) -> Tensor:
+    def _join_pieces(self, pieces: list[Tensor], dim: int) -> Tensor:
         first = pieces[0]
         shape = tuple(sum(p.lies.shape[d] for p in pieces) if d == dim else n for d, n in enumerate(first.lies.shape))
         size = math.prod(shape) * first.item
@@ -354,7 +356,7 @@ class ForwardMemory(BackwardMemory):
         given = {slot: env[slot] for slot in segment.given}
         for tensor in given.values():
             self.heap.hold(tensor.block)
-        results, _ = self._body(segment.actions, given, segment.results, record=False)
+        results, _ = self._run_segment(segment.actions, given, segment.results, record=False)
         for slot in segment.spent:
             self.heap.drop(env.pop(slot).block)
         env.update(results)
@@ -362,8 +364,8 @@ class ForwardMemory(BackwardMemory):
         held = [tensor.block for tensor in given.values()]
 
         def backward(grads: list[Block]) -> list[Block | None]:
-            """The second run; what it wrote down is gone through next, and what was given is held until then."""
-            again, nodes = self._body(segment.again, given, segment.results, record=True)
+            """Run the segment again; what it records runs backward next, and its inputs are held until then."""
+            again, nodes = self._run_segment(segment.again, given, segment.results, record=True)
             for slot, tensor in again.items():
                 if slot in outs and tensor.var is not None:
                     tensor.var.grad, outs[slot].grad = outs[slot].grad, None
@@ -375,23 +377,23 @@ class ForwardMemory(BackwardMemory):
         node = Node(segment, "segment", [], list(outs.values()), held, backward)
         self.nodes.append(node)
 
-    def _body(
+    def _run_segment(
         self, actions: Sequence[Action], given: Mapping[str, Tensor], wanted: Sequence[str], *, record: bool
     ) -> tuple[Env, list[Node]]:
-        """The actions of a segment on what was given: its results, and what was written down."""
+        """Run the actions of a segment on its inputs: its results, and the recorded ops."""
         inner: Env = dict(given)
         for tensor in inner.values():
             self.heap.hold(tensor.block)
-        before = self.recording, self.keeping, self.nodes
-        self.recording, self.keeping, self.nodes = record, record, []
+        before = self.recording, self.keep_gathered, self.nodes
+        self.recording, self.keep_gathered, self.nodes = record, record, []
         self._run_all(actions, inner)
         nodes = self.nodes
-        self.recording, self.keeping, self.nodes = before
+        self.recording, self.keep_gathered, self.nodes = before
         out = {slot: inner.pop(slot) for slot in wanted}
         for tensor in inner.values():
             self.heap.drop(tensor.block)
         return out, nodes
 
 
-def _ends(var: Var | None) -> bool:
+def _needs_own_gradient(var: Var | None) -> bool:
     return var is not None and (var.leaf or var.ends)

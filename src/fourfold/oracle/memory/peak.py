@@ -1,4 +1,4 @@
-"""Peak bytes of a training step on every rank of a lowered plan: its list of actions replayed with sizes alone.
+"""Peak bytes of a training step on every rank of a lowered plan: each rank's action list replayed with sizes alone.
 
 What counts is what `runs.measured_memory` measures: memory of torch's allocator, and a rank's share of memory that ranks of a
 host have in common. Ranks whose shards have the same sizes are replayed once.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.oracle.memory.device_rules import CPU, CUDA, DeviceRules
-from fourfold.oracle.memory.forward import Known
+from fourfold.oracle.memory.forward import OpMemoryCache
 from fourfold.oracle.memory.rank import Peak, RankReplay
 from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.lists.rank_classes import rank_classes
@@ -37,18 +37,18 @@ class Memory:
 def memory(
     lowered: LoweredPlan, placement: Placement, *, optimizer: str = "sgd", machine: DeviceRules = CPU, precision: str = "fp32"
 ) -> Memory:
-    """The predicted peak of each rank in one training step, where the ranks run so."""
-    known, peaks = Known(), []
-    for ranks in _kinds(lowered):
+    """The predicted peak of each rank in one training step."""
+    cache, peaks = OpMemoryCache(), []
+    for ranks in _rank_classes(lowered):
         replay = RankReplay(
-            lowered, ranks[0], placement=placement, machine=machine, optimizer=optimizer, precision=precision, known=known
+            lowered, ranks[0], placement=placement, machine=machine, optimizer=optimizer, precision=precision, cache=cache
         )
         peaks.append(replay.peak(ranks))
     return Memory(peaks=tuple(peaks))
 
 
-def _kinds(lowered: LoweredPlan) -> Iterator[tuple[int, ...]]:
-    """The ranks of each place in sets whose shards have the same sizes in all its stages."""
+def _rank_classes(lowered: LoweredPlan) -> Iterator[tuple[int, ...]]:
+    """Sets of ranks whose shards have the same sizes in all their stages."""
     for place in lowered.places:
         parts = [part for part in lowered.parts if part.stage.ranks == place]
         programs = [program for part in parts for program in part.programs.values()]

@@ -1,8 +1,9 @@
-"""The stretch of a rank's list of actions that repeats, each time with later micro-batches.
+"""The periodic part of a rank's action list.
 
-Once a pipeline is full, a rank does the same for one micro-batch after another. Whoever follows the list and finds everything
-as it was a period ago, but for the numbers of the micro-batches, need not follow the periods in between. What others do must
-repeat too, as far as the list depends on it: periods at either end for which it does not are left out.
+In steady state the action list of a pipeline is periodic: each period does the same for later micro-batches. Once a replay's
+state is that of a period ago, but for the numbers of the micro-batches, the remaining identical periods are skipped. The
+actions of peers must be periodic too, as far as the list depends on them; periods at either end where they are not are left
+out.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ class SteadyState:
 
 
 def steady_state(tasks: Sequence[StageAction], turns: Turns, sizes: Sequence[int], shifts: Sequence[int]) -> SteadyState | None:
-    """The repeating stretch of a list, by the first of several shifts under which there is one; `sizes`: of micro-batches."""
+    """The periodic part of a list, by the first of several shifts under which there is one; `sizes`: of micro-batches."""
     for shift in shifts:
-        found = _stretch(tasks, sizes, shift)
+        found = _periodic_run(tasks, sizes, shift)
         while found is not None and found.times > 2:
-            since = _regular(tasks, turns, found)
+            since = _peer_microbatches(tasks, turns, found)
             if since is not None:
                 return replace(found, since=since)
             found = replace(found, begin=found.begin + found.period, times=found.times - 2)
     return None
 
 
-def _stretch(tasks: Sequence[StageAction], sizes: Sequence[int], shift: int) -> SteadyState | None:
+def _periodic_run(tasks: Sequence[StageAction], sizes: Sequence[int], shift: int) -> SteadyState | None:
     """The longest run around the middle of the list in which every task comes again, `shift` micro-batches later."""
 
     def follows(task: StageAction, other: StageAction) -> bool:
@@ -65,8 +66,8 @@ def _stretch(tasks: Sequence[StageAction], sizes: Sequence[int], shift: int) -> 
     return SteadyState(begin=begin, period=period, shift=shift, times=(end + period - begin) // period)
 
 
-def _regular(tasks: Sequence[StageAction], turns: Turns, found: SteadyState) -> dict[tuple[int, str], int] | None:
-    """The first micro-batches that others are seen with in a stretch, if at each place their turns are evenly spaced there."""
+def _peer_microbatches(tasks: Sequence[StageAction], turns: Turns, found: SteadyState) -> dict[tuple[int, str], int] | None:
+    """By peer, its first micro-batch in the periodic part; None where the turns of a peer are not evenly spaced in it."""
     spans: dict[tuple[int, str], tuple[int, int]] = {}
     for task in tasks[found.begin : found.begin + found.period]:
         if task.kind in ("receive", "send"):

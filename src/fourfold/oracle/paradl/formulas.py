@@ -19,12 +19,15 @@ refused. It stands here to be compared with; Fourfold's own estimate replays wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fourfold.errors import InvalidInput
 from fourfold.oracle.paradl.layers import Layer
+from fourfold.oracle.prices.prices import Source
 from fourfold.oracle.time.items import CATEGORIES, Category
+from fourfold.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,16 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """What ParaDL says of a strategy. `breakdown`: seconds of one step; under pipelines the bubble is part of compute."""
+    """What ParaDL predicts for a strategy, with the fields that reports read of a `Prediction`.
+
+    `breakdown`: seconds of one step; under pipelines the bubble is part of compute.
+    """
+
+    interval: ClassVar[None] = None
+    timeline: ClassVar[None] = None
+    places: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    stage_peaks: ClassVar[tuple[int, ...]] = ()
+    known_from: ClassVar[Mapping[Source, float]] = {}
 
     strategy: str
     devices: int
@@ -87,6 +99,7 @@ class Projection:
     limit: float  # most devices the strategy can use
     limited_by: str  # a layer, or what else
     capacity_bytes: float = math.inf
+    notes: tuple[str, ...] = ()  # of the plan
 
     @property
     def step_seconds(self) -> float:
@@ -104,6 +117,27 @@ class Projection:
     @property
     def feasible(self) -> bool:
         return self.devices <= self.limit and self.memory_bytes <= self.capacity_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.memory_bytes)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What stops the strategy, and the plan's notes."""
+        return (*self._stops(), *self.notes)
+
+    def _stops(self) -> Iterator[str]:
+        if self.memory_bytes > self.capacity_bytes:
+            yield (
+                f"by ParaDL's formulas a device needs {bytes_text(self.memory_bytes)}, it holds "
+                f"{bytes_text(self.capacity_bytes)}; use more devices or a smaller batch"
+            )
+        if self.devices > self.limit:
+            yield (
+                f"by ParaDL's formulas {self.strategy} goes to {self.limit:g} devices ({self.limited_by}), {self.devices} "
+                "are asked for; use fewer or another strategy"
+            )
 
     def epoch_seconds(self, samples: float) -> float:
         """Of D samples: D/B steps, the last one by its share."""

@@ -8,6 +8,7 @@ devices.
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import pairwise
 
 from fourfold.errors import Infeasible, InvalidInput
@@ -40,7 +41,8 @@ def projected(graph: Graph, plan: Plan, prices: Prices, *, optimizer: str = "sgd
             f"the plan needs {plan.size} devices, cluster {prices.cluster.name!r} has {prices.cluster.size}; "
             "plan for fewer or ask for more"
         )
-    return project(name, inputs_of(graph, plan, prices, optimizer=optimizer), capacity=prices.cluster.memory(0))
+    inputs = inputs_of(graph, plan, prices, optimizer=optimizer)
+    return replace(project(name, inputs, capacity=prices.cluster.memory(0)), notes=plan.notes)
 
 
 def _strategy(plan: Plan) -> str:

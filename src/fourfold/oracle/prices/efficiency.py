@@ -6,7 +6,7 @@ that do little arithmetic). ln e is the mean over measured kernels of the same f
 Far from all of them the nearest decides, and no kernel is faster than the fastest of its kind. Wrong where a library changes
 its algorithm between measured shapes.
 
-The host's part, to ask for a kernel, is kept apart: it does not depend on size.
+The host's seconds to launch a kernel are a number of their own: they do not depend on size.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Point:
     place: tuple[float, ...]
     efficiency: float  # its logarithm
 
-    def far(self, op: str, number: str, place: tuple[float, ...]) -> float:
+    def squared_distance(self, op: str, number: str, place: tuple[float, ...]) -> float:
         """The distance squared, in units."""
         apart = sum((a - b) ** 2 for a, b in zip(place, self.place, strict=True)) / NEAR**2
         return apart + (OTHER_OP**2 if op != self.op else 0.0) + (OTHER_FORMAT**2 if number != self.number else 0.0)
@@ -128,7 +128,7 @@ class Efficiency:
         return max(roofline / efficiency, self.least.get((name_of(kernel), number, way), 0.0))
 
     def _efficiency(self, kernel: Kernel, way: Way, number: str) -> float | None:
-        """Looked up once for each kernel."""
+        """Cached by kernel."""
         key = kernel, way, number
         if key not in self._known:
             points = self.points.get((family_of(kernel), way))
@@ -136,26 +136,26 @@ class Efficiency:
         return self._known[key]
 
     def host_seconds(self, kernel: Kernel, way: Way) -> float:
-        """Seconds the host needs to ask for a kernel; none where that could not be told (LSTMs fill the queue at once)."""
+        """Seconds the host needs to launch a kernel; 0 where they could not be measured (LSTMs fill the queue at once)."""
         return self.hosts.get((name_of(kernel), way), self.hosts.get((family_of(kernel), way), 0.0))
 
 
 def _read(points: tuple[Point, ...], op: str, number: str, place: tuple[float, ...]) -> float:
-    """The efficiency at a place between measured ones."""
-    far = [point.far(op, number, place) for point in points]
+    """The efficiency between measured points: their weighted mean."""
+    far = [point.squared_distance(op, number, place) for point in points]
     nearest = min(far)
     weights = [math.exp((nearest - d) / 2) for d in far]
     return math.exp(sum(w * point.efficiency for w, point in zip(weights, points, strict=True)) / sum(weights))
 
 
 @lru_cache
-def shipped(device: str) -> Efficiency | None:
+def shipped_efficiency(device: str) -> Efficiency | None:
     """What comes with Fourfold for a kind of device, if anything does."""
     data = efficiency_data(device)
-    return None if data is None else from_data(device, data)
+    return None if data is None else efficiency_of(device, data)
 
 
-def from_data(device: str, data: Mapping[str, Any]) -> Efficiency:
+def efficiency_of(device: str, data: Mapping[str, Any]) -> Efficiency:
     """As `fitting.fit` gives it, and files have it."""
     points: dict[tuple[str, str], list[Point]] = {}
     least: dict[tuple[str, str, str], float] = {}

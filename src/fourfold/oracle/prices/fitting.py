@@ -15,7 +15,7 @@ from fourfold.oracle.prices.kernels import Kernel
 SAME = 0.1
 """Kernels nearer to each other than this (powers of two) are joined: one point for all."""
 LEAST_HOST, MOST_HOST = 3e-6, 1e-3
-"""Seconds. Above the latter the queue was full and the host had to wait: such a time says nothing of asking (LSTMs)."""
+"""Seconds. Above the latter the queue was full and the host had to wait: such a time is not that of a launch (LSTMs)."""
 SHORTEST = 3e-7
 """Seconds: a backward that merely hands gradients on shows as less than that between two events."""
 
@@ -70,7 +70,7 @@ def _joined(found: list[tuple[tuple[float, ...], float, float]]) -> list[list[fl
 
 
 def _hosts(rows: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds to ask for each op, and for those of a family that were not measured: the lower quartile, since whatever else
+    """Seconds to launch each op, and for those of a family that were not measured: the lower quartile, since whatever else
     the host does only adds. Measured backwards hold what the engine does around each call; a view's backward, which does
     nothing itself, tells how much that is."""
     found: dict[tuple[str, str], list[float]] = {}

@@ -1,5 +1,5 @@
-"""What things cost on a cluster, by the best knowledge there is: measured for this very shape, else read from kernels that
-were measured on such devices, else the roofline.
+"""Seconds of kernels, collectives and updates on a cluster, from the best source there is: measured for this very shape, else
+fitted to kernels measured on such devices, else the roofline.
 
 Roofline: ``launch + max(flops / rate, bytes / bandwidth)``, seconds; the rate and bandwidth are those of one rank: on a
 shared processor, of the threads it has. It is too low: no kernel reaches either limit (Williams et al. 2009).
@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from fourfold.cluster import Cluster, Collective, Device, Precision
 from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.prices.collectives import FREE, Cost, collective_cost, measured_cost, waiting
-from fourfold.oracle.prices.efficiency import format_of, shipped
+from fourfold.oracle.prices.efficiency import format_of, shipped_efficiency
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.traffic import Traffic, traffic
 from fourfold.plans.spec.placement import Placement
 
 Source = Literal["measured", "fitted", "roofline"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 UNKNOWN_SPREAD = {"measured": 0.05, "fitted": 0.15, "roofline": 0.4}
 """Relative uncertainty of a time by where it comes from, where none was recorded: assumed."""
 
@@ -34,10 +35,7 @@ class KernelTime:
     busy: float = 1.0
     spread: float | None = None  # relative, between quartiles
     source: Source = "measured"
-    host_seconds: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # seconds the host needs to ask for forward and backward, where that is its part
+    host_seconds: tuple[float, float] = (0.0, 0.0)  # of the host, to launch forward and backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +63,21 @@ class Prices:
         device = self.cluster.device(rank)
         found = self.kernels.get(kernel.key) or self._fitted(kernel, device)
         if found is not None:
-            return self._asked(found, kernel, device)
+            return self._with_host_seconds(found, kernel, device)
         forward = self._roofline(kernel, kernel.flops, kernel.moved, device, rank)
         backward = self._roofline(kernel, kernel.backward_flops, kernel.backward_moved, device, rank)
         return KernelTime(forward=forward, backward=backward, source="roofline")
 
-    def _asked(self, found: KernelTime, kernel: Kernel, device: Device) -> KernelTime:
-        """With what the host has to do for it, where that is known: a GPU and the host that fills its queue work at once."""
-        known = shipped(device.name)
+    def _with_host_seconds(self, found: KernelTime, kernel: Kernel, device: Device) -> KernelTime:
+        """With the host's launch seconds, where they are known: a GPU and the host that fills its queue work at once."""
+        known = shipped_efficiency(device.name)
         if known is None or kernel.empty:
             return found
         return replace(found, host_seconds=(known.host_seconds(kernel, "forward"), known.host_seconds(kernel, "backward")))
 
     def _fitted(self, kernel: Kernel, device: Device) -> KernelTime | None:
         """By the kernels measured on such devices that come with Fourfold."""
-        known = shipped(device.name)
+        known = shipped_efficiency(device.name)
         if known is None or kernel.empty:
             return None
         rate = device.rate(format_of(kernel, self.precision))

@@ -1,8 +1,8 @@
-"""Time of a lowered plan on a cluster: its stages priced, its action lists replayed, the step told apart by terms.
+"""Time of a lowered plan on a cluster: its stages priced, its action lists replayed, the step broken down by category.
 
-Every instant of the lane that ends last belongs to one term, its waiting to what it waits for. The interval is how far whole
-runs of the machine drift, and half the spread of the items: in quadrature where they were measured, added up where they
-come from curves or formulas.
+Every instant of the lane that ends last belongs to one category; waiting belongs to what it waits for. The interval is the
+drift between whole runs of the machine plus half the spread of the items: in quadrature where they were measured, added up
+where they come from curves or formulas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.graph.spec import item_bytes
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.prices.traffic import pair_kind
 from fourfold.oracle.time.items import CATEGORIES, Category, Item, total
-from fourfold.oracle.time.overlap import Streamed, streamed
+from fourfold.oracle.time.overlap import Overlap, overlap
 from fourfold.oracle.time.replay import Lane, Machine, Replay, Work
 from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans.lists.actions import GatherSlices
@@ -40,7 +40,7 @@ LAST = "L"
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one step will take."""
+    """The predicted time of one step."""
 
     step_seconds: float
     interval: tuple[float, float]
@@ -63,25 +63,25 @@ def estimate(lowered: LoweredPlan, prices: Prices, *, optimizer: str = "sgd") ->
         raise Infeasible(
             f"schedule {plan.schedule} runs a forward and a backward at once, which is not predicted yet; choose 1f1b-as"
         )
-    return _Estimating(lowered, prices, optimizer).run()
+    return _StepEstimate(lowered, prices, optimizer).run()
 
 
-class _Estimating:
+class _StepEstimate:
     def __init__(self, lowered: LoweredPlan, prices: Prices, optimizer: str) -> None:
         self.lowered, self.prices, self.optimizer = lowered, prices, optimizer
         self.plan, self.cluster = lowered.plan, prices.cluster
         lists = lowered.lists(prices.placement, prices.precision)
-        beside = {part.index: self._beside(part) for part in lowered.parts}
-        self.stages = {key: StagePrices(found, prices, beside[key[0]]) for key, found in lists.items()}
+        siblings = {part.index: self._sibling_ranks(part) for part in lowered.parts}
+        self.stages = {key: StagePrices(found, prices, siblings[key[0]]) for key, found in lists.items()}
         self.items: dict[tuple[int, str, int], list[Item]] = {}
         for (index, size), stage in self.stages.items():
             self.items[index, "F", size], self.items[index, "B", size] = stage.forward(), stage.backward(last=False)
         last = self.plan.sizes[-1]
         self.items.update({(p.index, LAST, last): self.stages[p.index, last].backward() for p in lowered.parts})
-        self.streams = {key: streamed(items) for key, items in self.items.items()}
+        self.streams = {key: overlap(items) for key, items in self.items.items()}
         self.sums = {part.index: self._stage(part.index).reductions() for part in lowered.parts}
 
-    def _beside(self, part: LoweredStage) -> tuple[tuple[int, ...], ...]:
+    def _sibling_ranks(self, part: LoweredStage) -> tuple[tuple[int, ...], ...]:
         """The ranks of the other stages with the same mesh."""
         mine = part.stage
         others = (other.stage for other in self.lowered.parts if other.stage.mesh == mine.mesh)
@@ -101,10 +101,10 @@ class _Estimating:
         events = Replay(lanes, machine, self._work(lanes), self._messages()).run().events
         timeline = Timeline(tuple(event for event in events if event.kind != "update"))
         ends = {lane.first: 0.0 for lane in lanes} | {event.rank: event.end for event in events}
-        asked = {lane.first: self._asked(lane.first) for lane in lanes}
-        critical = max(ends, key=lambda first: max(ends[first], asked[first]))
+        launches = {lane.first: self._launch_seconds(lane.first) for lane in lanes}
+        critical = max(ends, key=lambda first: max(ends[first], launches[first]))
         terms = self._terms([event for event in events if event.rank == critical], critical)
-        step = max(ends[critical], asked[critical])
+        step = max(ends[critical], launches[critical])
         terms["other"] += step - ends[critical]
         half = 0.5 * self._spread(critical) + _drift(self.cluster.device(critical)) * step
         every = [item for items in self.items.values() for item in items if item.category == "compute"]
@@ -141,7 +141,7 @@ class _Estimating:
     def _lane(self, ranks: tuple[int, ...]) -> Lane:
         nodes = Counter(map(self.cluster.node, ranks))
         part = self._parts(ranks[0])[0]
-        beside = sum(self.cluster.node(r) in nodes for others in self._beside(part) for r in others)
+        beside = sum(self.cluster.node(r) in nodes for others in self._sibling_ranks(part) for r in others)
         tasks = tuple(task for task in self.lowered.rank_schedule(ranks[0]) if task.kind not in UNTIMED)
         return Lane(first=ranks[0], tasks=tasks, nodes=tuple(nodes.items()), beside=beside)
 
@@ -149,15 +149,15 @@ class _Estimating:
         return [part for part in self.lowered.parts if rank in part.stage.ranks]
 
     def _work(self, lanes: Iterable[Lane]) -> dict[tuple[int, str, int], Work]:
-        out = {(self._parts(lane.first)[0].index, "update", 0): self._after(lane.first)[0] for lane in lanes}
+        out = {(self._parts(lane.first)[0].index, "update", 0): self._update_work(lane.first)[0] for lane in lanes}
         for part in self.lowered.parts:
             for m in range(self.plan.microbatches):
                 for kind in ("F", "B"):
-                    out[part.index, kind, m] = _priced(self.streams[self._key(part.index, kind, m)])
-            left = self.streams[self._key(part.index, "B", self.plan.microbatches - 1)].left
-            sums = _priced(streamed(self.sums[part.index]))
-            out[part.index, "reduce", 0] = replace(sums, still=sums.still + left)
-        return {**out, (0, "tie", 0): Work(seconds=0.0, still=self._ties())}
+                    out[part.index, kind, m] = _work_of(self.streams[self._key(part.index, kind, m)])
+            left = self.streams[self._key(part.index, "B", self.plan.microbatches - 1)].remaining
+            sums = _work_of(overlap(self.sums[part.index]))
+            out[part.index, "reduce", 0] = replace(sums, blocked=sums.blocked + left)
+        return {**out, (0, "tie", 0): Work(seconds=0.0, blocked=self._tie_seconds())}
 
     def _messages(self) -> dict[tuple[int, int, str], float]:
         """Seconds of what one stage sends another for one micro-batch, the ranks of both in parallel; what one rank gives to
@@ -187,7 +187,7 @@ class _Estimating:
         costs = (self.prices.collective("send", (pairs[kind],), float(numel * item)) for kind, numel in largest.items())
         return max((cost.seconds for cost in costs), default=0.0)
 
-    def _ties(self) -> float:
+    def _tie_seconds(self) -> float:
         """Seconds to add up the gradients of tied parameters, one message between two stages after the other."""
         seconds = 0.0
         for tie in self.lowered.ties:
@@ -200,8 +200,8 @@ class _Estimating:
                 seconds += self.prices.collective("send", (pair,), part).seconds
         return seconds
 
-    def _asked(self, lane: int) -> float:
-        """Seconds the host needs to ask for all kernels of a step. It runs ahead of its device and waits for nothing, from step
+    def _launch_seconds(self, lane: int) -> float:
+        """Seconds the host needs to launch all kernels of a step. It runs ahead of its device and waits for nothing, from step
         to step, so that the slower of the two decides. Left out: what it does for the update and for exchanges."""
         parts = [part.index for part in self._parts(lane)]
         each = {(p, size): times for p in parts for size, times in Counter(self.plan.sizes).items()}
@@ -210,7 +210,7 @@ class _Estimating:
             for (p, size), times in each.items()
         )
 
-    def _after(self, first: int) -> tuple[Work, float]:
+    def _update_work(self, first: int) -> tuple[Work, float]:
         """What comes after the sums: a rank's update, and getting what others have updated (ZeRO-1); and the seconds of the
         update alone."""
         stages = [self._stage(part.index) for part in self._parts(first)]
@@ -219,10 +219,10 @@ class _Estimating:
         for stage in stages:
             for slices in stage.messages.slices:
                 copied += self.prices.copying(2 * stage.gathered_bytes(slices), first)
-                gathered += self._gathered(stage, slices)
-        return Work(seconds=update + copied, still=gathered), update
+                gathered += self._gather_seconds(stage, slices)
+        return Work(seconds=update + copied, blocked=gathered), update
 
-    def _gathered(self, stage: StagePrices, slices: GatherSlices) -> float:
+    def _gather_seconds(self, stage: StagePrices, slices: GatherSlices) -> float:
         """Seconds of gathering slices of parameters, a chunk at a time; through shared memory, of waiting for each other."""
         groups, size = stage.comm.groups(slices.axes), float(slices.elements * stage.messages.item(slices.names[0]))
         if slices.path == "shared":
@@ -233,15 +233,15 @@ class _Estimating:
         out: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
         for event in events:
             if event.kind in ("F", "B"):
-                stream = self.streams[self._key(*_numbers(event.action, event.kind))]
-                slower = (event.seconds - stream.still) / (stream.work or 1.0)  # on shared or busy cores
+                stream = self.streams[self._key(*_parse_action(event.action, event.kind))]
+                slower = (event.seconds - stream.blocked) / (stream.work or 1.0)  # on shared or busy cores
                 for category, seconds in stream.waits.items():
                     out[category] += seconds
                 for category, seconds in stream.terms.items():
                     out[category] += slower * seconds
             elif event.kind == "update":
-                after, update = self._after(lane)
-                spent = (event.seconds - after.still) * (update / (after.seconds or 1.0))
+                after, update = self._update_work(lane)
+                spent = (event.seconds - after.blocked) * (update / (after.seconds or 1.0))
                 out["update"] += spent
                 out["gradient_exchange"] += event.seconds - spent
             else:
@@ -263,13 +263,13 @@ def _drift(device: Device) -> float:
     return max(device.drift or DRIFT, SHARED_DRIFT if device.cores else 0.0)
 
 
-def _priced(stream: Streamed) -> Work:
+def _work_of(stream: Overlap) -> Work:
     if not stream.work:
-        return Work(seconds=0.0, still=stream.still)
-    busy, even = stream.crowded / stream.work, stream.shared / stream.work
-    return Work(seconds=stream.work, busy=max(busy, 1.0), mean_over_max=even, still=stream.still)
+        return Work(seconds=0.0, blocked=stream.blocked)
+    busy, even = stream.busy_work / stream.work, stream.mean_work / stream.work
+    return Work(seconds=stream.work, busy=max(busy, 1.0), mean_over_max=even, blocked=stream.blocked)
 
 
-def _numbers(action: str, kind: str) -> tuple[int, str, int]:
+def _parse_action(action: str, kind: str) -> tuple[int, str, int]:
     stage, _, microbatch = action.partition(kind)
     return int(stage), kind, int(microbatch)

@@ -1,4 +1,4 @@
-"""The action lists of a pipeline played through on a described cluster: a predicted `Timeline`.
+"""The action lists of a pipeline replayed on a described cluster: a predicted `Timeline`.
 
 A lane is a set of ranks that share a list of actions. Compute of a lane is work that its ranks' cores do; where the ranks
 of a node outnumber its cores, those busy at the moment draw from them evenly (processor sharing), and the more cores are
@@ -28,7 +28,7 @@ class Work:
     seconds: float
     busy: float = 1.0  # how many times longer the work takes with all cores of the node busy
     mean_over_max: float = 1.0  # of it, what an average rank of the lane does: the others wait and leave their cores
-    still: float = 0.0
+    blocked: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +57,14 @@ class Machine:
 class _State:
     at: int = 0  # the next task
     left: float = 0.0  # seconds of work left, at full speed
-    still: float = 0.0
+    blocked: float = 0.0
     busy: float = 1.0
     mean_over_max: float = 1.0
     begun: float = 0.0
     running: bool = False
     waiting: float | None = None  # since when
     speed: float = 1.0
-    since: float = 0.0  # when `left` and `still` were true
+    since: float = 0.0  # when `left` and `blocked` were true
     end: float = math.inf  # when the work, or then the exchanges, will be done at this speed
 
 
@@ -76,10 +76,10 @@ class _Message:
 
 @dataclass
 class Replay:
-    """One step played through. `work[stage, kind, microbatch]`; `messages[source, target, way]`: seconds on the link.
+    """One step replayed. `work[stage, kind, microbatch]`; `messages[source, target, way]`: seconds on the link.
 
-    At each moment only lanes to which something happened are looked at: a lane whose work ended, one that a message reached,
-    and those whose speed changed because another on their node began or ended something.
+    Each event wakes only the lanes it concerns: a lane whose work ended, one that a message reached, and those whose speed
+    changed because another lane on their node began or ended work.
     """
 
     lanes: Sequence[Lane]
@@ -99,56 +99,56 @@ class Replay:
                     self.on.setdefault(node, []).append(k)
         self.busy = dict.fromkeys(self.on, 0.0)  # ranks at work
         self.changed: set[int] = set()  # nodes on which that is another number than before
-        self.post: dict[tuple[int, int, str, int], _Message] = {}
+        self.posted_messages: dict[tuple[int, int, str, int], _Message] = {}
         self.expected: dict[tuple[int, str, int], list[tuple[int, int, str, int]]] = {}
-        self.coming: list[tuple[float, int]] = []  # messages under way: when, to which lane
-        self.ending: list[tuple[float, int]] = []
+        self.arrivals_due: list[tuple[float, int]] = []  # messages under way: when, to which lane
+        self.ends_due: list[tuple[float, int]] = []
         self.links: dict[tuple[int, int], float] = {}
         self.arrivals: dict[tuple[int, int, str, int], float] = {}
-        self.looked = list(range(len(self.lanes)))  # lanes to be looked at
-        self.open = sum(len(lane.tasks) for lane in self.lanes)  # tasks
+        self.to_check = list(range(len(self.lanes)))  # lanes
+        self.tasks_left = sum(len(lane.tasks) for lane in self.lanes)  # tasks
         self._start()
-        while self.open:
+        while self.tasks_left:
             self._advance()
             self._start()
         return Timeline(tuple(self.events))
 
     def _start(self) -> None:
-        """Let lanes do all that they can at this moment, one after the other."""
-        while self.looked:
-            k = self.looked.pop(0)
-            while self._started(k):
+        """Start every action that can start now."""
+        while self.to_check:
+            k = self.to_check.pop(0)
+            while self._try_start(k):
                 pass
 
-    def _started(self, k: int) -> bool:
-        """Let a lane do what takes no time and begin what does; whether anything happened."""
+    def _try_start(self, k: int) -> bool:
+        """Start a lane's next action if what it needs has arrived; whether it started."""
         lane, state = self.lanes[k], self.states[k]
         if state.running or state.at == len(lane.tasks):
             return False
         task = lane.tasks[state.at]
         if task.kind in ("receive", "send"):
-            self._mail(task)
-            self._note(lane, str(task), task.kind, self.now)
-            self._done(state)
+            self._post(task)
+            self._record(lane, str(task), task.kind, self.now)
+            self._finish_task(state)
             return True
         if not self._ready(task):
             state.waiting = self.now if state.waiting is None else state.waiting
             return False
         if state.waiting is not None and state.waiting < self.now:
-            self._note(lane, str(task), "wait", state.waiting)
+            self._record(lane, str(task), "wait", state.waiting)
         work = self.work[task.stage, task.kind, task.microbatch]
         state.waiting, state.running, state.begun = None, True, self.now
-        state.left, state.still, state.busy = work.seconds, work.still, work.busy
+        state.left, state.blocked, state.busy = work.seconds, work.blocked, work.busy
         state.mean_over_max = work.mean_over_max if work.seconds else 1.0
         if state.left or lane.near:
-            self._occupy(k, state.mean_over_max)
-        self._timed(k)
+            self._use_cores(k, state.mean_over_max)
+        self._schedule_end(k)
         return True
 
-    def _mail(self, task: StageAction) -> None:
+    def _post(self, task: StageAction) -> None:
         source, target = (task.peer, task.stage) if task.kind == "receive" else (task.stage, task.peer)
         key = (source, target, task.way, task.microbatch)
-        message = self.post.setdefault(key, _Message())
+        message = self.posted_messages.setdefault(key, _Message())
         if task.kind == "receive":
             message.posted = self.now
             self.expected.setdefault((target, task.way, task.microbatch), []).append(key)
@@ -159,9 +159,9 @@ class Replay:
             begin = max(self.now, self.links.get(link, 0.0))
             arrival = self.arrivals[key] = self.links[link] = begin + self.messages[source, target, task.way]
             if arrival > self.now + 1e-12:
-                heapq.heappush(self.coming, (arrival, self.home[target]))
+                heapq.heappush(self.arrivals_due, (arrival, self.home[target]))
             else:
-                self.looked.append(self.home[target])
+                self.to_check.append(self.home[target])
 
     def _ready(self, task: StageAction) -> bool:
         """Whether everything a compute action needs has arrived."""
@@ -171,61 +171,61 @@ class Replay:
         return max([self.arrivals.get(key, math.inf) for key in needed], default=0.0) <= self.now + 1e-12
 
     def _advance(self) -> None:
-        """To the next moment something ends or arrives."""
+        """Advance to the next moment at which work ends or a message arrives."""
         if self.changed:
             self._retime()
-        while self.ending and self.states[self.ending[0][1]].end != self.ending[0][0]:
-            heapq.heappop(self.ending)  # of a lane that has another speed since
-        then = min(self.ending[0][0] if self.ending else math.inf, self.coming[0][0] if self.coming else math.inf)
+        while self.ends_due and self.states[self.ends_due[0][1]].end != self.ends_due[0][0]:
+            heapq.heappop(self.ends_due)  # of a lane that has another speed since
+        then = min(queue[0][0] if queue else math.inf for queue in (self.ends_due, self.arrivals_due))
         assert then < math.inf, "the lists wait for each other for ever"
         self.now = then
         ended: set[int] = set()
-        while self.ending and self.ending[0][0] <= then + 1e-12:
-            end, k = heapq.heappop(self.ending)
+        while self.ends_due and self.ends_due[0][0] <= then + 1e-12:
+            end, k = heapq.heappop(self.ends_due)
             if self.states[k].end == end:
                 ended.add(k)
         for k in sorted(ended):
             self._end(k)
-        while self.coming and self.coming[0][0] <= then + 1e-12:
-            ended.add(heapq.heappop(self.coming)[1])
-        self.looked = sorted(ended)
+        while self.arrivals_due and self.arrivals_due[0][0] <= then + 1e-12:
+            ended.add(heapq.heappop(self.arrivals_due)[1])
+        self.to_check = sorted(ended)
 
     def _end(self, k: int) -> None:
-        """A lane's work is done: its exchanges follow, or it is through with its action."""
+        """End a lane's work: its exchanges follow, or its action is over."""
         lane, state = self.lanes[k], self.states[k]
-        if state.left and state.still:
-            self._occupy(k, (1.0 if lane.near else 0.0) - state.mean_over_max)
+        if state.left and state.blocked:
+            self._use_cores(k, (1.0 if lane.near else 0.0) - state.mean_over_max)
             state.left, state.mean_over_max = 0.0, 1.0
-            self._timed(k)
+            self._schedule_end(k)
             return
         if state.left or lane.near:
-            self._occupy(k, -state.mean_over_max)
-        state.left = state.still = 0.0
+            self._use_cores(k, -state.mean_over_max)
+        state.left = state.blocked = 0.0
         task = lane.tasks[state.at]
-        self._note(lane, str(task), task.kind, state.begun)
+        self._record(lane, str(task), task.kind, state.begun)
         state.running, state.end = False, math.inf
-        self._done(state)
+        self._finish_task(state)
 
-    def _done(self, state: _State) -> None:
+    def _finish_task(self, state: _State) -> None:
         state.at += 1
-        self.open -= 1
+        self.tasks_left -= 1
 
-    def _timed(self, k: int) -> None:
-        """When what a lane has begun will end, if nothing changes."""
+    def _schedule_end(self, k: int) -> None:
+        """Compute when a lane's work will end at its present speed."""
         state = self.states[k]
         state.since, state.speed = self.now, self._speed(k)
-        state.end = self.now + (state.left or state.still) / state.speed
-        heapq.heappush(self.ending, (state.end, k))
+        state.end = self.now + (state.left or state.blocked) / state.speed
+        heapq.heappush(self.ends_due, (state.end, k))
 
-    def _occupy(self, k: int, each: float) -> None:
-        """A lane's ranks take so much of a core each, or let go of it."""
+    def _use_cores(self, k: int, each: float) -> None:
+        """Add to the cores in use on a lane's nodes, `each` for every rank."""
         for node, count in self.lanes[k].nodes if self.on and each else ():
             if node in self.on:
                 self.busy[node] = round(self.busy[node] + each * count, 9)
                 self.changed.add(node)
 
     def _retime(self) -> None:
-        """Lanes on nodes where others began or ended something go on at another speed."""
+        """Give lanes on nodes whose load changed their new speed."""
         for k in sorted({k for node in self.changed for k in self.on[node]}):
             state = self.states[k]
             speed = self._speed(k) if state.running else state.speed
@@ -234,8 +234,8 @@ class Replay:
                 if state.left:
                     state.left = max(state.left - done, math.ulp(state.left))
                 else:
-                    state.still = max(state.still - done, math.ulp(state.still))
-                self._timed(k)
+                    state.blocked = max(state.blocked - done, math.ulp(state.blocked))
+                self._schedule_end(k)
         self.changed.clear()
 
     def _speed(self, k: int) -> float:
@@ -257,5 +257,5 @@ class Replay:
                 slowest = min(slowest, turns / min(1.0, cores / (own + lane.beside)))
         return slowest
 
-    def _note(self, lane: Lane, action: str, kind: str, start: float) -> None:
+    def _record(self, lane: Lane, action: str, kind: str, start: float) -> None:
         self.events.append(Event(rank=lane.first, action=action, kind=kind, start=start, end=self.now))

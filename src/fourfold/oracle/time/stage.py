@@ -1,7 +1,8 @@
 """The time of one stage's lists: each action priced, in order. Nothing is decided here.
 
-Ranks of a stage whose shards have the same sizes do the same: one of each kind is looked at. They meet at every exchange,
-so between two exchanges the slowest kind counts. Left out: the order in which autograd takes branches, which changes no sum.
+Ranks of a stage whose shards have the same sizes form a class; one of each class is priced. All wait for each other at every
+exchange, so between two exchanges the slowest class counts. Left out: the order in which autograd takes branches, which
+changes no sum.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ from fourfold.plans.lowering.program import Compute, Move
 class StagePrices:
     """The items of one stage and size of micro-batch: its lists, priced."""
 
-    def __init__(self, lists: StageList, prices: Prices, beside: tuple[tuple[int, ...], ...] = ()) -> None:
+    def __init__(self, lists: StageList, prices: Prices, siblings: tuple[tuple[int, ...], ...] = ()) -> None:
         self.lists, self.messages, self.prices, self.live = lists, lists.messages, prices, lists.messages.live
         self.program, self.mesh, self.ranks = lists.program, lists.paths.mesh, lists.paths.ranks
         self.graph, self.dtypes = self.program.graph, computed_as(self.messages.precision)
-        self.stands = {m: n for members in rank_classes(self.mesh, [self.program]) for m, n in self._firsts(members)}
-        self.members = list(self.stands)
+        self.class_sizes = {
+            m: n for members in rank_classes(self.mesh, [self.program]) for m, n in self._representatives(members)
+        }
+        self.members = list(self.class_sizes)
         self.coords = self.mesh.coords(self.members[0])
         self.gradients = dict.fromkeys(self.live, True)
         self._known: dict[int, list[tuple[KernelTime, int]]] = {}  # by the identity of a step of the program
-        self.comm = StageComm(prices=prices, paths=lists.paths, members=self.members, graph=self.graph, beside=beside)
-        self.fanout = self._fanout()
+        self.comm = StageComm(prices=prices, paths=lists.paths, members=self.members, graph=self.graph, siblings=siblings)
+        self.gradient_sums_of = self._gradient_sum_items()
         self._price: dict[type, Callable[[Any], Iterable[Item]]] = {
             Compute: partial(self._compute, way="forward"),
             Move: self._exchange,
@@ -66,27 +69,27 @@ class StagePrices:
             Sum: self._sum,
         }
 
-    def _firsts(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Of members alike, the first on each kind of device, and for how many it stands."""
+    def _representatives(self, members: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Of the members of a class, the first on each kind of device, and how many of them have that kind."""
         found: dict[str, list[int]] = {}
         for member in members:
             found.setdefault(self._device(member), []).append(member)
         return ((some[0], len(some)) for some in found.values())
 
     def forward(self) -> list[Item]:
-        return self._waited(self._priced(self.lists.forward))
+        return self._with_waits(self._items(self.lists.forward))
 
     def backward(self, *, last: bool = True) -> list[Item]:
         """`last`: whether gradients are complete after it, so that their sums are sent on the way where they can be."""
         actions = self.lists.last(self.coords) if last else self.lists.backward
-        stored = (items for name, items in self.fanout.items() if name not in self.graph.producer)
-        return self._waited([*self._priced(actions), *(item for items in stored for item in items)])
+        stored = (items for name, items in self.gradient_sums_of.items() if name not in self.graph.producer)
+        return self._with_waits([*self._items(actions), *(item for items in stored for item in items)])
 
     def reductions(self) -> list[Item]:
         """The gradient sums left for after backward."""
-        return list(self._priced(self.lists.finish(self.coords)))
+        return list(self._items(self.lists.finish(self.coords)))
 
-    def _priced(self, actions: Iterable[Action]) -> Iterator[Item]:
+    def _items(self, actions: Iterable[Action]) -> Iterator[Item]:
         """The items of a list."""
         self.sent: list[str] = []  # messages with gradients of divided weights
         self.unpacking: dict[str, list[Item]] = {}  # by message: what follows its arrival
@@ -94,8 +97,8 @@ class StagePrices:
             price = self._price.get(type(action))
             yield from price(action) if price is not None else ()
 
-    def _waited(self, items: Iterable[Item]) -> list[Item]:
-        """The items, messages in which ranks meet as long as they are after what is computed before."""
+    def _with_waits(self, items: Iterable[Item]) -> list[Item]:
+        """The items, with blocking exchanges lengthened by what was measured after as much computing."""
         if not self.prices.cluster.measured.waits:
             return list(items)
         out, computing = [], 0.0
@@ -118,14 +121,14 @@ class StagePrices:
     def _back(self, action: Back) -> Iterator[Item]:
         step = action.step
         if isinstance(step, Compute):
-            yield from (item for name in step.op.results for item in self.fanout.get(name, ()))
+            yield from (item for name in step.op.results for item in self.gradient_sums_of.get(name, ()))
             yield from self._compute(step, way="backward")
         elif step.target not in self._gathered:
             yield from self.comm.exchange(step.exchange.adjoint, step.value, step.kind)
 
     @cached_property
     def _gathered(self) -> frozenset[str]:
-        """Slots of divided weights: what their exchange costs stands in the actions around it."""
+        """Slots of divided weights: the actions around the exchange hold what it costs."""
         return frozenset(move.target for move in self.messages.moves)
 
     def _launch(self, action: Launch) -> Iterator[Item]:
@@ -137,47 +140,47 @@ class StagePrices:
             yield from (*items[:last], replace(items[last], starts=message.key))
         elif isinstance(message, Bucket):
             if len(message.names) > 1:
-                yield self.comm.copied("gradient_exchange", message.key, 2.0 * message.bytes)
-            yield self._started(message.key, "all_reduce", message.axes, float(message.bytes))
+                yield self.comm.copy("gradient_exchange", message.key, 2.0 * message.bytes)
+            yield self._send_item(message.key, "all_reduce", message.axes, float(message.bytes))
         else:
             self.sent += [message.key] if message.gradients else []
             given = zip(message.moves, message.steps, strict=True)
-            size = sum(self.comm.given(step, self.comm.item(move.value)) for move, step in given)
-            yield self._started(message.key, "all_to_all", message.axes, size)
+            size = sum(self.comm.sent_bytes(step, self.comm.item(move.value)) for move, step in given)
+            yield self._send_item(message.key, "all_to_all", message.axes, size)
 
-    def _started(self, key: str, kind: Collective, axes: tuple[str, ...], size: float) -> Item:
-        return self.comm.met("gradient_exchange", key, kind, axes, size, starts=key)
+    def _send_item(self, key: str, kind: Collective, axes: tuple[str, ...], size: float) -> Item:
+        return self.comm.collective("gradient_exchange", key, kind, axes, size, starts=key)
 
     def _await(self, action: Await) -> Iterator[Item]:
-        yield self._awaited(action.message.key)
+        yield self._await_item(action.message.key)
         yield from self.unpacking.pop(action.message.key, ())
 
     def _limit(self, action: Limit) -> Iterator[Item]:
         over = self.sent[: max(len(self.sent) - action.most, 0)]
         if over:
-            yield self._awaited(over[-1])
+            yield self._await_item(over[-1])
 
-    def _awaited(self, key: str) -> Item:
+    def _await_item(self, key: str) -> Item:
         return Item(category="gradient_exchange", label=key, seconds=0.0, awaits=key)
 
     def _fetch(self, action: Fetch) -> Iterator[Item]:
         """Through shared memory, n bytes are read and written."""
         if action.source is None:
-            yield self._copied(action.move, "shared_fetch", 2.0)
+            yield self._shared_copy(action.move, "shared_fetch", 2.0)
 
     def _give(self, action: Give) -> Iterator[Item]:
         """Through shared memory of p ranks: 2 n bytes to put a gradient there, and 3 n (p-1)/p to add those of others."""
         if action.target is None:
             count = self.lists.paths.extent(action.move.exchange.steps[0].axes)
-            yield self._copied(action.move, "shared_give", 2 + 3 * (count - 1) / count)
+            yield self._shared_copy(action.move, "shared_give", 2 + 3 * (count - 1) / count)
 
-    def _copied(self, move: Move, kind: Collective, times: float) -> Item:
+    def _shared_copy(self, move: Move, kind: Collective, times: float) -> Item:
         """A divided weight or its gradient through shared memory: as measured or, where nothing was, by the bytes moved."""
         step = move.exchange.steps[0]
         size = self.comm.numel(step.target) * self.comm.item(move.value)
         cost = self.prices.measured(kind, self.comm.groups(step.axes), size)
         if cost is None:
-            return self.comm.copied("gradient_exchange", move.value, times * size)
+            return self.comm.copy("gradient_exchange", move.value, times * size)
         return Item(
             category="gradient_exchange",
             label=move.value,
@@ -189,7 +192,7 @@ class StagePrices:
 
     def _sum(self, action: Sum) -> Iterator[Item]:
         size = sum(self.comm.numel(self.program.stored[n]) * self.comm.item(n) for n in action.names)
-        yield self.comm.met("gradient_exchange", "gradients", "shared_sum", action.axes, float(size))
+        yield self.comm.collective("gradient_exchange", "gradients", "shared_sum", action.axes, float(size))
 
     def _compute(self, step: Compute, *, way: Literal["forward", "backward"]) -> list[Item]:
         times = self._times(step)
@@ -210,9 +213,9 @@ class StagePrices:
                 host_seconds=slowest.host_seconds[0 if way == "forward" else 1],
             )
         ]
-        return [*out, *self._inside(step, backward=way == "backward")]
+        return [*out, *self._kernel_collectives(step, backward=way == "backward")]
 
-    def _fanout(self) -> dict[str, list[Item]]:
+    def _gradient_sum_items(self) -> dict[str, list[Item]]:
         """By value, the sums of the gradients that its readers give it. On processors they are left out: they are not among
         the kernels timed there, and what that costs was not measured."""
         out: dict[str, list[Item]] = {}
@@ -242,7 +245,7 @@ class StagePrices:
             for m in self.members:
                 kinds.setdefault((share_of(step, self.mesh.coords(m)), self._device(m)), []).append(m)
             self._known[id(step)] = [
-                (self.prices.kernel(self.kernel(step, some[0]), self.ranks[some[0]]), sum(self.stands[m] for m in some))
+                (self.prices.kernel(self.kernel(step, some[0]), self.ranks[some[0]]), sum(self.class_sizes[m] for m in some))
                 for some in kinds.values()
             ]
         return self._known[id(step)]
@@ -254,14 +257,14 @@ class StagePrices:
         """A step as one member of the stage runs it."""
         return kernel_of(step, self.graph, self.mesh.coords(member), self.gradients, self.dtypes)
 
-    def _inside(self, step: Compute, *, backward: bool) -> Iterator[Item]:
+    def _kernel_collectives(self, step: Compute, *, backward: bool) -> Iterator[Item]:
         """The collectives inside a kernel that works over several ranks."""
         if step.axes_of("joint") or step.axes_of("sum"):
             items = (tuple(map(self.messages.item, names)) for names in (step.op.operands, step.op.results))
             for inside in collectives_inside(Share(step, self.coords, *items), backward=backward):
                 kind: Collective = "shared_gather" if self.lists.paths.small(inside.axes, inside.size) else inside.kind
                 label = f"{step.op.path} statistics"
-                yield self.comm.met("layer_exchange", label, kind, inside.axes, float(inside.size))
+                yield self.comm.collective("layer_exchange", label, kind, inside.axes, float(inside.size))
 
     # --- updates ---
 

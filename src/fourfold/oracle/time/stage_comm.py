@@ -1,4 +1,4 @@
-"""The exchanges of one stage priced: which groups meet, how many bytes, how long."""
+"""The price of a stage's exchanges: which groups communicate, how many bytes, how long."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.paths import Paths
 
 CATEGORY_OF: dict[str, Category] = {"halo": "halo", "parameter": "gradient_exchange", "layer_exchange": "layer_exchange"}
+COPY_SPREAD = 0.1
+"""Relative uncertainty of a copy priced by memory bandwidth. Assumed, not measured: between those of measured (0.05) and fitted
+(0.15) times in `UNKNOWN_SPREAD`, since bandwidth alone bounds a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageComm:
-    """The ranks of a stage and what their exchanges cost. `members`: one of each kind; `beside`: ranks of other stages like it,
-    which work at the same time. Where collectives were measured, those of several groups at once say what that costs."""
+    """The ranks of a stage and what their exchanges cost.
+
+    `members`: one of each rank class. `siblings`: ranks of other stages with the same mesh, which communicate at the same time;
+    measured curves of several groups at once hold what that costs.
+    """
 
     prices: Prices
     paths: Paths
     members: Sequence[int]
     graph: Graph
-    beside: tuple[tuple[int, ...], ...] = ()
+    siblings: tuple[tuple[int, ...], ...] = ()
     _groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
     _costs: dict[tuple[str, tuple[str, ...], float], Cost] = field(default_factory=dict, compare=False, repr=False)
 
@@ -51,33 +57,36 @@ class StageComm:
         for step in exchange.steps:
             size = self.size(step, item)
             if step.pattern in ("local", "none"):
-                out.append(self.copied(category, value, 2 * size))
+                out.append(self.copy(category, value, 2 * size))
             else:
                 near = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
-                out.append(self.met(category, value, "shared_gather" if near else step.pattern, step.axes, size))
-                packed = max(_packed(step, member, item) for member in self.members)
-                out += [self.copied(category, value, 2 * packed)] if packed else []
+                out.append(self.collective(category, value, "shared_gather" if near else step.pattern, step.axes, size))
+                packed = max(_packed_bytes(step, member, item) for member in self.members)
+                out += [self.copy(category, value, 2 * packed)] if packed else []
         return out
 
     def size(self, step: Step, item: int) -> float:
         """The bytes of a collective, as curves define them, on the rank that has most."""
         return float(max(step.size(member, item) for member in self.members))
 
-    def given(self, step: Step, item: int) -> float:
+    def sent_bytes(self, step: Step, item: int) -> float:
         """The bytes the rank that gives most has for others."""
-        return max(_given(step, member, item) for member in self.members)
+        return max(_sent_bytes(step, member, item) for member in self.members)
 
     def numel(self, layout: Any) -> int:
         """Elements on the first kind of rank."""
         return math.prod(layout.local_shape(self.mesh.coords(self.members[0])))
 
-    def copied(self, category: Category, label: str, moved: float) -> Item:
+    def copy(self, category: Category, label: str, moved: float) -> Item:
         """Bytes read or written in this rank's memory."""
         seconds = self.prices.copying(moved, self.ranks[self.members[0]])
-        return Item(category=category, label=label, seconds=seconds, spread=0.1 * seconds, source="roofline", size=moved)
+        spread = COPY_SPREAD * seconds
+        return Item(category=category, label=label, seconds=seconds, spread=spread, source="roofline", size=moved)
 
-    def met(self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = "") -> Item:
-        """A collective. `starts`: the message that it puts on its way."""
+    def collective(
+        self, category: Category, label: str, kind: Any, axes: tuple[str, ...], size: float, *, starts: str = ""
+    ) -> Item:
+        """A collective. `starts`: the message that it sends."""
         cost = self._cost(kind, axes, size)
         source = "measured" if cost.measured else "roofline"
         spread = cost.spread if cost.spread is not None else cost.seconds * UNKNOWN_SPREAD[source]
@@ -103,7 +112,7 @@ class StageComm:
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The ranks of all groups along the axes that may meet at once."""
         if axes not in self._groups:
-            others = self.beside if self.prices.cluster.measured.curves else ()
+            others = self.siblings if self.prices.cluster.measured.curves else ()
             self._groups[axes] = tuple(g for ranks in (self.ranks, *others) for g in groups_along(self.mesh, ranks, axes))
         return self._groups[axes]
 
@@ -112,16 +121,16 @@ def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> t
     return tuple(tuple(ranks[member] for member in group) for group in mesh.groups(axes))
 
 
-def _packed(step: Step, member: int, item: int) -> float:
-    """Bytes that are copied before an exchange, so that they lie in order for it, and after it."""
+def _packed_bytes(step: Step, member: int, item: int) -> float:
+    """Bytes that a rank copies to pack an exchange, and to unpack it."""
     coords = step.mesh.coords(member)
     have, want = (float(math.prod(layout.local_shape(coords)) * item) for layout in (step.source, step.target))
     if step.pattern == "all_to_all":
-        return _given(step, member, item) + want
+        return _sent_bytes(step, member, item) + want
     if step.pattern in ("all_gather", "reduce_scatter") and not joins(step, member):
         return max(have, want)
     return 0.0
 
 
-def _given(step: Step, member: int, item: int) -> float:
+def _sent_bytes(step: Step, member: int, item: int) -> float:
     return float(item * step.sent_elements(member))

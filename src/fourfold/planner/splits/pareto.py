@@ -15,10 +15,10 @@ from fourfold.planner.splits.problem import Problem, elimination_order
 
 LABELS = 128
 _Labels = tuple[np.ndarray, np.ndarray, list[tuple[tuple[int, int], ...]]]
-"""Costs, memory, and for each the choices made: pairs of a knot and its choice."""
+"""Costs, memory, and for each the choices made: pairs of a group and its choice."""
 
 _Table = tuple[tuple[int, ...], dict[tuple[int, ...], _Labels]]
-"""Knots, and Pareto sets by their choices."""
+"""Groups, and Pareto sets by their choices."""
 
 
 def constrained(problem: Problem, capacity: float) -> tuple[tuple[int, ...], float] | None:
@@ -27,9 +27,9 @@ def constrained(problem: Problem, capacity: float) -> tuple[tuple[int, ...], flo
     order, _ = elimination_order(sizes, list(problem.pairs), 10**12)
     least = float(sum(table.min() for table in problem.memory))
     state = _State(problem, capacity)
-    for knot in order:
-        least -= float(problem.memory[knot].min())
-        if not state.eliminate(knot, max(least, 0.0)):
+    for group in order:
+        least -= float(problem.memory[group].min())
+        if not state.eliminate(group, max(least, 0.0)):
             return None
     costs, _, chosen = state.whole()
     if not len(costs):
@@ -40,29 +40,29 @@ def constrained(problem: Problem, capacity: float) -> tuple[tuple[int, ...], flo
 
 
 class _State:
-    """Tables of Pareto sets over knots not yet eliminated."""
+    """Tables of Pareto sets over groups not yet eliminated."""
 
     def __init__(self, problem: Problem, capacity: float) -> None:
         self.problem, self.capacity, self.exact = problem, capacity, True
         self.done: set[tuple[int, int]] = set()  # pairs that a table knows
         self.tables: list[_Table] = []
 
-    def eliminate(self, knot: int, rest: float) -> bool:
-        """Replace everything that knows a knot by one table over its neighbours; `rest`: memory others take at least."""
+    def eliminate(self, group: int, rest: float) -> bool:
+        """Replace everything that knows a group by one table over its neighbours; `rest`: memory others take at least."""
         problem = self.problem
-        mine = [table for table in self.tables if knot in table[0]]
-        self.tables = [table for table in self.tables if knot not in table[0]]
-        pairs = [pair for pair in problem.pairs if knot in pair and pair not in self.done]
+        mine = [table for table in self.tables if group in table[0]]
+        self.tables = [table for table in self.tables if group not in table[0]]
+        pairs = [pair for pair in problem.pairs if group in pair and pair not in self.done]
         self.done.update(pairs)
-        near = sorted({knot, *(n for names, _ in mine for n in names), *(n for pair in pairs for n in pair)})
-        near.remove(knot)
+        near = sorted({group, *(n for names, _ in mine for n in names), *(n for pair in pairs for n in pair)})
+        near.remove(group)
         out: dict[tuple[int, ...], _Labels] = {}
         for cell in itertools.product(*(range(len(problem.costs[n])) for n in near)):
             at = dict(zip(near, cell, strict=True))
             found = [
                 labels
-                for c in range(len(problem.costs[knot]))
-                if (labels := self._sum(knot, c, {**at, knot: c}, mine, pairs, rest)) is not None
+                for c in range(len(problem.costs[group]))
+                if (labels := self._sum(group, c, {**at, group: c}, mine, pairs, rest)) is not None
             ]
             if found:
                 out[cell] = self._thinned(_front(found))
@@ -70,15 +70,15 @@ class _State:
         return bool(out)
 
     def _sum(
-        self, knot: int, c: int, at: dict[int, int], mine: list[_Table], pairs: list[tuple[int, int]], rest: float
+        self, group: int, c: int, at: dict[int, int], mine: list[_Table], pairs: list[tuple[int, int]], rest: float
     ) -> _Labels | None:
-        """What a choice of a knot comes to with its neighbours at theirs; None if nothing fits."""
+        """What a choice of a group comes to with its neighbours at theirs; None if nothing fits."""
         problem = self.problem
-        cost, size = float(problem.costs[knot][c]), float(problem.memory[knot][c])
+        cost, size = float(problem.costs[group][c]), float(problem.memory[group][c])
         for j, k in pairs:
             cost += float(problem.pairs[j, k][at[j], at[k]])
             size += float(problem.pair_memory[j, k][at[j], at[k]]) if (j, k) in problem.pair_memory else 0.0
-        total: _Labels = (np.array([cost]), np.array([size]), [((knot, c),)])
+        total: _Labels = (np.array([cost]), np.array([size]), [((group, c),)])
         for names, table in mine:
             found = table.get(tuple(at[n] for n in names))
             if found is None:
@@ -94,7 +94,7 @@ class _State:
         return _picked(labels, np.unique(np.linspace(0, len(labels[0]) - 1, LABELS).round().astype(int)))
 
     def whole(self) -> _Labels:
-        """The sum of what is left, tables over no knots."""
+        """The sum of what is left, tables over no groups."""
         total: _Labels = (np.zeros(1), np.zeros(1), [()])
         for _, table in self.tables:
             total = _crossed(total, table[()])

@@ -1,4 +1,4 @@
-"""The surrogate as a plain problem: one choice for each knot, costs of knots and of pairs of knots.
+"""The surrogate as a plain problem: one choice for each group, costs of groups and of pairs of groups.
 
 minimise   sum_k cost_k[x_k]   + sum_(j,k) cost_jk[x_j, x_k]
 subject to sum_k memory_k[x_k] + sum_(j,k) memory_jk[x_j, x_k] <= capacity
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Costs in seconds, memory in bytes; of knots by choice, of pairs by the choices of both."""
+    """Costs in seconds, memory in bytes; of groups by choice, of pairs by the choices of both."""
 
     costs: tuple[np.ndarray, ...]
     memory: tuple[np.ndarray, ...]
@@ -28,7 +28,7 @@ class Problem:
         return _valued(self.memory, self.pair_memory, choice)
 
     def kept(self, choices: Mapping[int, list[int]]) -> Problem:
-        """With only some choices of some knots."""
+        """With only some choices of some groups."""
 
         def rows(k: int) -> np.ndarray:
             return np.array(choices.get(k, range(len(self.costs[k]))), dtype=int)
@@ -52,7 +52,7 @@ def _valued(singles: tuple[np.ndarray, ...], pairs: Mapping[tuple[int, int], np.
 
 
 def elimination_order(sizes: list[int], pairs: list[tuple[int, int]], limit: int) -> tuple[list[int], set[int]]:
-    """Knots in an order of small tables: next the one whose table is smallest. And, where that is over the limit, the
+    """Groups in an order of small tables: next the one whose table is smallest. And, where that is over the limit, the
     neighbours that make it so."""
     near: dict[int, set[int]] = {k: set() for k in range(len(sizes))}
     for j, k in pairs:
@@ -61,13 +61,13 @@ def elimination_order(sizes: list[int], pairs: list[tuple[int, int]], limit: int
     left, order = set(near), list[int]()
     while left:
         entries = {k: float(np.prod([float(sizes[n]) for n in (k, *near[k])])) for k in left}
-        knot = min(left, key=lambda k: (entries[k], k))
-        if entries[knot] > limit:
-            most = max(sizes[n] for n in (knot, *near[knot]))
-            return order, {n for n in (knot, *near[knot]) if sizes[n] == most}
-        for n in near[knot]:
-            near[n] |= near[knot] - {n}
-            near[n].discard(knot)
-        left.discard(knot)
-        order.append(knot)
+        group = min(left, key=lambda k: (entries[k], k))
+        if entries[group] > limit:
+            most = max(sizes[n] for n in (group, *near[group]))
+            return order, {n for n in (group, *near[group]) if sizes[n] == most}
+        for n in near[group]:
+            near[n] |= near[group] - {n}
+            near[n].discard(group)
+        left.discard(group)
+        order.append(group)
     return order, set()

@@ -1,6 +1,6 @@
-"""The optimum of a `Problem`: knots eliminated one after the other.
+"""The optimum of a `Problem`: groups eliminated one after the other.
 
-That is dynamic programming over the frontier of the graph: what is left of an eliminated knot is a table over its neighbours.
+That is dynamic programming over the frontier of the graph: what is left of an eliminated group is a table over its neighbours.
 Exact, branches and skips included, as long as no table has more than `TABLE` entries; beyond that only the best few choices of
 the widest neighbours are kept, and `Solution.bound` says how much better a solution could be at most. Memory is first left
 out: if the optimum fits, it is the optimum. Else entries become Pareto sets of (cost, memory), in `pareto`.
@@ -20,7 +20,7 @@ TABLE = 2_000_000  # entries
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """One choice for each knot. `bound`: no solution costs less; `exact`: this one is the best."""
+    """One choice for each group. `bound`: no solution costs less; `exact`: this one is the best."""
 
     choice: tuple[int, ...]
     cost: float
@@ -46,7 +46,7 @@ def solve(problem: Problem, capacity: float = float("inf"), table: int = TABLE) 
 
 
 _Factor = tuple[tuple[int, ...], np.ndarray]
-"""Knots, in order, and a table with a dim for each."""
+"""Groups, in order, and a table with a dim for each."""
 
 
 def _unconstrained(problem: Problem, limit: int) -> tuple[tuple[int, ...], float]:
@@ -68,7 +68,7 @@ def _unconstrained(problem: Problem, limit: int) -> tuple[tuple[int, ...], float
 
 
 def _without(problem: Problem, single: set[int], limit: int) -> tuple[tuple[int, ...], float]:
-    """As before, knots without a choice put into their neighbours' costs: tables need no dim for them."""
+    """As before, groups without a choice put into their neighbours' costs: tables need no dim for them."""
     left = [k for k in range(len(problem.costs)) if k not in single]
     at = {k: i for i, k in enumerate(left)}
     costs = [problem.costs[k].copy() for k in left]
@@ -90,22 +90,22 @@ def _eliminated(problem: Problem, order: list[int]) -> tuple[int, ...]:
     factors: list[_Factor] = [((k,), table) for k, table in enumerate(problem.costs)]
     factors += [((j, k), table) if j < k else ((k, j), table.T) for (j, k), table in problem.pairs.items()]
     steps: list[tuple[int, tuple[int, ...], np.ndarray]] = []
-    for knot in order:
-        mine = [factor for factor in factors if knot in factor[0]]
-        factors = [factor for factor in factors if knot not in factor[0]]
+    for group in order:
+        mine = [factor for factor in factors if group in factor[0]]
+        factors = [factor for factor in factors if group not in factor[0]]
         names, table = _joined(mine)
-        axis = names.index(knot)
+        axis = names.index(group)
         rest = names[:axis] + names[axis + 1 :]
-        steps.append((knot, rest, table.argmin(axis)))
+        steps.append((group, rest, table.argmin(axis)))
         factors.append((rest, table.min(axis)))
     chosen: dict[int, int] = {}
-    for knot, rest, best in reversed(steps):
-        chosen[knot] = int(best[tuple(chosen[n] for n in rest)])
+    for group, rest, best in reversed(steps):
+        chosen[group] = int(best[tuple(chosen[n] for n in rest)])
     return tuple(chosen[k] for k in range(len(problem.costs)))
 
 
 def _joined(factors: list[_Factor]) -> _Factor:
-    """The sum of tables over all their knots."""
+    """The sum of tables over all their groups."""
     names = tuple(sorted({name for some, _ in factors for name in some}))
     total: np.ndarray = np.zeros(())
     for some, table in factors:
@@ -113,15 +113,15 @@ def _joined(factors: list[_Factor]) -> _Factor:
     return names, np.asarray(total)
 
 
-def _best_few(problem: Problem, knot: int, count: int) -> list[int]:
-    """The choices of a knot that are cheapest if all others suit it."""
-    cost = problem.costs[knot].copy()
+def _best_few(problem: Problem, group: int, count: int) -> list[int]:
+    """The choices of a group that are cheapest if all others suit it."""
+    cost = problem.costs[group].copy()
     for (j, k), table in problem.pairs.items():
-        if knot in (j, k):
-            cost += table.min(1 if knot == j else 0)
+        if group in (j, k):
+            cost += table.min(1 if group == j else 0)
     return sorted(np.argsort(cost, kind="stable")[:count].tolist())
 
 
 def _relaxed(problem: Problem) -> float:
-    """Less than any solution costs: every knot may choose anew for each of its pairs."""
+    """Less than any solution costs: every group may choose anew for each of its pairs."""
     return float(sum(table.min() for table in problem.costs) + sum(table.min() for table in problem.pairs.values()))

@@ -1,11 +1,11 @@
-"""A graph as knots: each an op that is split by choice (an anchor) with the ops that follow it.
+"""A graph as groups of ops: an op that is split by choice (the anchor) with the ops that follow its layout.
 
-A follower has no choice of its own: it takes the layout of its largest operand (`lowering.op_layouts`). So how an anchor is
-split decides all layouts of its knot, and what is left to choose is one split for each knot. Ops that read stored tensors or
-inputs alone belong to every knot that reads their results, as in `plans.lowering.lower` they are placed by their readers.
+A follower has no choice of its own: it takes the layout of its largest operand (`plans.lowering.op_layouts`). So the split of
+an anchor decides all layouts of its group, and one split for each group remains to be chosen. Ops that read stored tensors or
+inputs alone belong to every group that reads their results, as in `plans.lowering.lower` they are placed by their readers.
 
-A knot is a graph of its own, whose inputs are the values it reads of others: lowering it under a split gives what it needs
-of them, what it makes, and what the oracle prices. Networks repeat their blocks: equal knots have equal `key`s.
+A group is a graph of its own, whose inputs are the values it reads of others: lowering it under a split gives what it needs
+of them, what it makes, and what the oracle prices. Networks repeat their blocks: equal groups have equal `key`s.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fourfold.plans.lowering.stages import part_of
 
 @dataclass(frozen=True, kw_only=True)
 class SplitGroup:
-    """An anchor and its followers. `reads`: values of other knots, with who makes them; `number`: names as positions, the same
-    in all knots with this key; `saved`: values its ops keep for backward."""
+    """An anchor and its followers. `reads`: values of other groups, with who makes them; `number`: names as positions, the same
+    in all groups with this key; `saved`: values its ops keep for backward."""
 
     index: int
     anchor: Op
@@ -35,7 +35,7 @@ class SplitGroup:
 
 
 def split_groups(graph: Graph, batch: int, live: frozenset[str]) -> tuple[SplitGroup, ...]:
-    """The knots of a graph in the order of their anchors; rules are asked at this batch. `live`: values with a gradient."""
+    """The groups of a graph in the order of their anchors; rules are asked at this batch. `live`: values with a gradient."""
     concrete = graph.at(batch)
     nests = {op.name: nest_of(op, concrete) for op in concrete.ops}
     owner, members = _owners(concrete, nests)
@@ -51,7 +51,7 @@ def split_groups(graph: Graph, batch: int, live: frozenset[str]) -> tuple[SplitG
 
 
 def _owners(graph: Graph, nests: dict[str, Nest]) -> tuple[dict[str, int], list[list[str]]]:
-    """Who makes each value, and the names of every knot's ops, its anchor first."""
+    """Who makes each value, and the names of every group's ops, its anchor first."""
     owner: dict[str, int] = {}
     members: list[list[str]] = []
     for op in graph.ops:
@@ -69,7 +69,7 @@ def _owners(graph: Graph, nests: dict[str, Nest]) -> tuple[dict[str, int], list[
 
 
 def _part(graph: Graph, names: list[str], owner: dict[str, int]) -> Graph:
-    """The ops of a knot as a graph, with those that read stored tensors or inputs alone and are read here."""
+    """The ops of a group as a graph, with those that read stored tensors or inputs alone and are read here."""
     wanted, inside = set(names), []
     needed: set[str] = set()
     for op in reversed(graph.ops):

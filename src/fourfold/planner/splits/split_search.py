@@ -12,21 +12,24 @@ from fourfold.planner.search_task import AUTO, Refusal, SearchTask
 from fourfold.planner.splits.meshes import DATA, MODEL, SPACE, Grid, grids
 from fourfold.planner.splits.solve import Solution, solve
 from fourfold.planner.splits.split_groups import SplitGroup, split_groups
-from fourfold.planner.splits.surrogate import Place, Surrogate
+from fourfold.planner.splits.surrogate import MeshOnRanks, Surrogate
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lowering.dim_hints import domain_dims
 from fourfold.plans.lowering.stages import cut
 from fourfold.plans.spec.plan import Plan
 
-HIDDEN = (1.0, 0.5, 0.0)
-"""Parts of the gradient sums sent beside backward that the surrogate takes to vanish there: all, half, and none."""
-ROOM = 0.9  # of a device's memory for what the surrogate counts: workspaces and short-lived tensors need the rest
+HIDDEN_SHARES = (1.0, 0.5, 0.0)
+"""Shares of the gradient sums sent beside backward that the surrogate assumes to be hidden by it: the two extremes and their
+middle. Chosen: each gives an optimum of its own, and the replay decides between them."""
+SURROGATE_MEMORY_SHARE = 0.9
+"""Of a device's memory, for what the surrogate counts. Chosen: workspaces and short-lived tensors, which it leaves out, need
+the rest; the replay counts them and decides whether a plan fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A plan and what it should take: `cost` seconds with gradient sums played beside backward, `bound` without those sums,
-    less than it will take."""
+class SplitPlan:
+    """A plan with its cost by the surrogate. Seconds of a step: `cost` with gradient sums beside backward, `bound` without
+    these sums, a lower bound."""
 
     plan: Plan
     cost: float
@@ -35,12 +38,12 @@ class Found:
     fits: bool
 
 
-class Splitting:
-    """The splits of one graph. `graph`: as micro-batches see it, where there are several."""
+class SplitSearch:
+    """Searches the splits of one graph. `graph`: that of a micro-batch, where there are several."""
 
     def __init__(self, task: SearchTask, graph: Graph) -> None:
         self.task, self.graph = task, graph
-        self._knots: dict[int, tuple[SplitGroup, ...]] = {}
+        self._groups: dict[int, tuple[SplitGroup, ...]] = {}
 
     @cached_property
     def live(self) -> frozenset[str]:
@@ -52,13 +55,13 @@ class Splitting:
         return max((len(domain_dims(concrete, name)) for name in self.graph.inputs), default=0)
 
     def split_groups(self, size: int) -> tuple[SplitGroup, ...]:
-        if size not in self._knots:
-            self._knots[size] = split_groups(self.graph, size, self.live)
-        return self._knots[size]
+        if size not in self._groups:
+            self._groups[size] = split_groups(self.graph, size, self.live)
+        return self._groups[size]
 
     def surrogate(self, grid: Grid, ranks: tuple[int, ...], size: int, microbatches: int = 1) -> Surrogate:
-        """All choices of all knots priced on a grid."""
-        place = Place(
+        """All choices of all groups priced on a grid."""
+        place = MeshOnRanks(
             mesh=grid.mesh,
             ranks=ranks,
             splits=grid.splits,
@@ -67,26 +70,26 @@ class Splitting:
             size=size,
             microbatches=microbatches,
         )
-        return Surrogate(graph=self.graph, knots=self.split_groups(size), live=self.live, place=place, fixed=self.task.fixed)
+        return Surrogate(graph=self.graph, groups=self.split_groups(size), live=self.live, place=place, fixed=self.task.fixed)
 
     def grids(self) -> Iterator[Grid]:
         near = len(self.task.cluster.node_ranks(0))
         yield from grids(self.task.devices, self.task.batch, near=near, domains=self.domains)
 
-    def solved(self, grid: Grid) -> Iterator[Found | Refusal]:
+    def plans(self, grid: Grid) -> Iterator[SplitPlan | Refusal]:
         """The best plans of a grid."""
         task = self.task
         ranks = tuple(range(task.devices))
         try:
             surrogate = self.surrogate(grid, ranks, task.batch)
-            yield from self._solved(grid, surrogate)
+            yield from self._plans(grid, surrogate)
         except Infeasible as reason:
             yield Refusal(strategy=f"{AUTO} {grid.mesh}", reason=str(reason))
 
-    def _solved(self, grid: Grid, surrogate: Surrogate) -> Iterator[Found | Refusal]:
+    def _plans(self, grid: Grid, surrogate: Surrogate) -> Iterator[SplitPlan | Refusal]:
         task, seen = self.task, set()
-        room = ROOM * min(task.cluster.memory(some[0]) for _, some in task.cluster.runs_in_use())
-        for hidden in HIDDEN:
+        room = SURROGATE_MEMORY_SHARE * min(task.cluster.memory(some[0]) for _, some in task.cluster.runs_in_use())
+        for hidden in HIDDEN_SHARES:
             problem = surrogate.problem(hidden)
             free, tight = solve(problem), None
             assert free is not None
@@ -97,14 +100,14 @@ class Splitting:
                 plain = not task.fixed and all(set(by.values()) == {"batch"} for _, by in rules)
                 if solution.choice not in seen and not plain:  # that is data parallelism, tried anyway
                     seen.add(solution.choice)
-                    plan = emitted(self.graph, task.batch, grid.mesh, rules)
+                    plan = plan_of_splits(self.graph, task.batch, grid.mesh, rules)
                     bound = surrogate.problem(1.0).cost(solution.choice)
-                    cost = surrogate.played(solution.choice)
-                    yield Found(plan=plan, cost=cost, bound=bound, solution=solution, fits=solution.memory <= room)
+                    cost = surrogate.overlapped_seconds(solution.choice)
+                    yield SplitPlan(plan=plan, cost=cost, bound=bound, solution=solution, fits=solution.memory <= room)
 
 
-def emitted(graph: Graph, batch: int, mesh: Mesh, rules: tuple[tuple[str, dict[str, str]], ...]) -> Plan:
-    """The plan of some splits. An axis is called by what is split over it: data, space or model."""
+def plan_of_splits(graph: Graph, batch: int, mesh: Mesh, rules: tuple[tuple[str, dict[str, str]], ...]) -> Plan:
+    """The plan with these splits. An axis is named for what is split over it: data, space or model."""
     names = _names(mesh, rules)
     first = rules[0][1] if rules else {}
     inputs = {names[axis]: split for axis, split in first.items() if split.startswith(("batch", "domain"))}

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from fourfold.errors import Error
 from fourfold.graph import Graph
-from fourfold.planner.search_task import AUTO, Candidate
+from fourfold.oracle.predict import Prediction
+from fourfold.planner.search_task import AUTO
 from fourfold.plans.spec.plan import Plan
 from fourfold.plans.strategies.balance import openings
 
@@ -22,26 +23,26 @@ FEW = 8  # stages up to which every boundary is tried
 
 
 def hill_climb(
-    candidate: Candidate, graph: Graph, replayed: Callable[[Plan], Candidate], late: Callable[[], bool] = lambda: False
-) -> Candidate:
-    """The best plan that is reached, or the candidate itself. One that fits is not left for one that does not. `late`: whether
-    the time for the search is over."""
+    candidate: Prediction, graph: Graph, replay: Callable[[Plan], Prediction], out_of_time: Callable[[], bool] = lambda: False
+) -> Prediction:
+    """The best plan that is reached, or the candidate itself. One that fits is not left for one that does not. `out_of_time`:
+    whether the search must stop."""
     best = candidate
     for _ in range(ROUNDS):
         near = []
         for plan in shifted(graph, best.plan, _movable(best)):
-            if late():
+            if out_of_time():
                 return best
             with suppress(Error):  # a stage that cannot begin there
-                near.append(replayed(replace(plan, strategy=AUTO)))
-        better = min(near, key=lambda c: c.seconds, default=best)
-        if better.seconds >= best.seconds or (best.feasible and not better.feasible):
+                near.append(replay(replace(plan, strategy=AUTO)))
+        better = min(near, key=lambda c: c.step_seconds, default=best)
+        if better.step_seconds >= best.step_seconds or (best.feasible and not better.feasible):
             break
         best = better
     return best
 
 
-def _movable(candidate: Candidate) -> range:
+def _movable(candidate: Prediction) -> range:
     """The boundaries to try, by the stage behind them."""
     stages = candidate.estimate.stages
     if len(stages) <= FEW:

@@ -25,8 +25,8 @@ SYNCHRONOUS = ("1f1b-so", "1f1b-sno")
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """By op, in order: what it takes for a micro-batch, with its share of what comes once a step, and holds on a rank; `alive`:
-    bytes over the boundary before it."""
+    """Per op, in order, on one rank: seconds of a micro-batch, with its share of what comes once a step; bytes stored; bytes
+    saved for backward; `alive`: bytes that cross the boundary before it."""
 
     paths: tuple[str, ...]
     seconds: np.ndarray
@@ -34,7 +34,7 @@ class Layers:
     kept: np.ndarray
     alive: np.ndarray
     heads: tuple[bool, ...]
-    known: tuple[bool, ...]  # where a stage may begin
+    may_begin: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,30 +46,30 @@ class Partition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class StagedPlan:
     """A plan of stages and its step by the formula ``(M + N - 1) x slowest + sums and updates``."""
 
     plan: Plan
     cost: float
 
 
-def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], known: Collection[str]) -> Layers:
-    """The ops of a graph with the splits chosen; stages begin at `known` ones."""
+def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], starts: Collection[str]) -> Layers:
+    """The ops of a graph with the splits chosen; a stage may begin at the ops `starts`."""
     size = surrogate.place.size
     concrete = graph.at(size)
     ops = [op for op in concrete.ops if op.name in graph.dependent]
     at = {op.path: k for k, op in enumerate(ops)}
     seconds, stored, kept = (np.zeros(len(ops)) for _ in range(3))
     problem = surrogate.problem(0.0)
-    for knot, c in zip(surrogate.knots, chosen, strict=True):
-        priced, anchor = surrogate.options[knot.index][c][1], at[knot.anchor.path]
-        for op, spent in zip(knot.graph.ops, priced.ops, strict=True):
+    for group, c in zip(surrogate.groups, chosen, strict=True):
+        priced, anchor = surrogate.options[group.index][c][1], at[group.anchor.path]
+        for op, spent in zip(group.graph.ops, priced.ops, strict=True):
             seconds[at.get(op.path, anchor)] += spent
         seconds[anchor] += (priced.sums + priced.sent + priced.update) / surrogate.place.microbatches
         stored[anchor] += priced.stored
         kept[anchor] += priced.kept
     for (j, k), table in problem.pairs.items():
-        seconds[at[surrogate.knots[k].anchor.path]] += table[chosen[j], chosen[k]]
+        seconds[at[surrogate.groups[k].anchor.path]] += table[chosen[j], chosen[k]]
     names = [op.name for op in ops]
     return Layers(
         paths=tuple(at),
@@ -78,7 +78,7 @@ def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], known: Col
         kept=kept,
         alive=alive_bytes(concrete, names),
         heads=tuple(heads(concrete, ops)),
-        known=tuple(op.path in known for op in ops),
+        may_begin=tuple(op.path in starts for op in ops),
     )
 
 
@@ -99,7 +99,7 @@ def partition(
 
 def boundaries(some: Layers, count: int) -> list[int]:
     """Where so many stages may begin, the first left out."""
-    return [k for k in places(some.seconds, some.alive, list(some.heads), count, "stages") if some.known[k]]
+    return [k for k in places(some.seconds, some.alive, list(some.heads), count, "stages") if some.may_begin[k]]
 
 
 def load(

@@ -9,8 +9,8 @@ from fourfold.errors import Infeasible
 from fourfold.planner.search_task import AUTO, Refusal, SearchTask
 from fourfold.planner.splits.meshes import DATA, EVERY, MODEL, Grid
 from fourfold.planner.splits.solve import solve
-from fourfold.planner.splits.split_search import ROOM, Splitting, emitted
-from fourfold.planner.stages.partition import SYNCHRONOUS, Partition, Staged, layers, partition
+from fourfold.planner.splits.split_search import SURROGATE_MEMORY_SHARE, SplitSearch, plan_of_splits
+from fourfold.planner.stages.partition import SYNCHRONOUS, Partition, StagedPlan, layers, partition
 from fourfold.planner.stages.uneven import uneven
 from fourfold.plans.layout.mesh import Mesh, divisors
 from fourfold.plans.lowering.additive_loss import microbatch_loss
@@ -23,11 +23,11 @@ FEW = 4  # devices on which as many micro-batches as stages are tried too: large
 DEEPEST = 32  # stages
 
 
-def staged(task: SearchTask, compute: float, best: float, *, few: bool, mixed: bool) -> Iterator[Staged | Refusal]:
+def staged_plans(task: SearchTask, compute: float, best: float, *, few: bool, mixed: bool) -> Iterator[StagedPlan | Refusal]:
     """Plans of two stages and more; `few`: not every number of stages and micro-batches; `mixed`: micro-batches change the
     numbers, so that the whole batch is tried as one. Those are passed over whose bubble alone makes them slower than `best`:
     `compute` is how long the devices together need without one, with kernels no smaller."""
-    graphs: dict[int, Splitting] = {}
+    graphs: dict[int, SplitSearch] = {}
     whole = (1,) if mixed and not few else ()  # exact, where examples of a micro-batch depend on each other
     for count in (n for n in divisors(task.devices) if 1 < n <= (DEEPEST // 2 if few else DEEPEST)):
         ranks = task.devices // count
@@ -39,7 +39,7 @@ def staged(task: SearchTask, compute: float, best: float, *, few: bool, mixed: b
                     continue
                 try:
                     if micro not in graphs:
-                        graphs[micro] = Splitting(task, microbatch_loss(task.graph, task.batch, micro).graph)
+                        graphs[micro] = SplitSearch(task, microbatch_loss(task.graph, task.batch, micro).graph)
                     yield from _cut(task, graphs[micro], grid, count, micro)
                 except Infeasible as reason:
                     yield Refusal(strategy=f"{AUTO} {count} stages", reason=str(reason))
@@ -47,7 +47,7 @@ def staged(task: SearchTask, compute: float, best: float, *, few: bool, mixed: b
         micro = min(TURNS[0] * count, task.batch)
         if compute * (micro + count - 1) / micro <= best:
             try:
-                graphs.setdefault(micro, Splitting(task, microbatch_loss(task.graph, task.batch, micro).graph))
+                graphs.setdefault(micro, SplitSearch(task, microbatch_loss(task.graph, task.batch, micro).graph))
                 yield from uneven(task, graphs[micro], count, micro)
             except Infeasible as reason:
                 yield Refusal(strategy=f"{AUTO} {count} unequal stages", reason=str(reason))
@@ -69,7 +69,7 @@ def _grids(task: SearchTask, ranks: int) -> Iterator[Grid]:
         yield Grid(mesh=axes, splits={DATA: ("batch",), MODEL: EVERY})
 
 
-def _cut(task: SearchTask, splitting: Splitting, grid: Grid, count: int, micro: int) -> Iterator[Staged | Refusal]:
+def _cut(task: SearchTask, splitting: SplitSearch, grid: Grid, count: int, micro: int) -> Iterator[StagedPlan | Refusal]:
     ranks, size = grid.mesh.size, -(-task.batch // micro)
     surrogate = splitting.surrogate(grid, tuple(range(ranks)), size, micro)
     solution = solve(surrogate.problem(0.0))
@@ -86,7 +86,7 @@ def _cut(task: SearchTask, splitting: Splitting, grid: Grid, count: int, micro: 
     for schedule in SYNCHRONOUS:
         turns = schedule_named(schedule, count, micro)
         flights = [turns.in_flight(stage) for stage in range(count)]
-        rooms = [ROOM * cluster.memory(rank) for rank in firsts]
+        rooms = [SURROGATE_MEMORY_SHARE * cluster.memory(rank) for rank in firsts]
         found = partition(some, speeds=speeds, flights=flights, rooms=rooms, transfer=transfer)
         if found is not None:
             best = (schedule, found)
@@ -96,10 +96,10 @@ def _cut(task: SearchTask, splitting: Splitting, grid: Grid, count: int, micro: 
         return
     schedule, found = best
     cost = (micro + count - 1) * found.slowest
-    plan = emitted(task.graph, task.batch, grid.mesh, surrogate.rules(solution.choice))
+    plan = plan_of_splits(task.graph, task.batch, grid.mesh, surrogate.rules(solution.choice))
     stages = tuple(
         Stage(first=first, ranks=tuple(range(k * ranks, (k + 1) * ranks)), mesh=plan.mesh)
         for k, first in enumerate(found.firsts)
     )
     notes = microbatch_loss(task.graph, task.batch, micro).notes
-    yield Staged(plan=replace(plan, stages=stages, microbatches=micro, schedule=schedule, notes=notes), cost=cost)
+    yield StagedPlan(plan=replace(plan, stages=stages, microbatches=micro, schedule=schedule, notes=notes), cost=cost)

@@ -12,15 +12,15 @@ import numpy as np
 from fourfold.planner.search_task import SearchTask
 from fourfold.planner.splits.meshes import DATA, Grid
 from fourfold.planner.splits.solve import solve
-from fourfold.planner.splits.split_search import ROOM, Splitting, emitted
-from fourfold.planner.stages.partition import SYNCHRONOUS, Staged, boundaries, layers, load
+from fourfold.planner.splits.split_search import SURROGATE_MEMORY_SHARE, SplitSearch, plan_of_splits
+from fourfold.planner.stages.partition import SYNCHRONOUS, StagedPlan, boundaries, layers, load
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.plan import Stage
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.strategies.balance import least_loaded_by
 
 
-def uneven(task: SearchTask, splitting: Splitting, count: int, micro: int) -> Iterator[Staged]:
+def uneven(task: SearchTask, splitting: SplitSearch, count: int, micro: int) -> Iterator[StagedPlan]:
     """The best stages of different numbers of ranks, each of which takes its share of the examples."""
     size, known = -(-task.batch // micro), {op.path for op in task.graph.ops}
     kinds = {}
@@ -31,7 +31,7 @@ def uneven(task: SearchTask, splitting: Splitting, count: int, micro: int) -> It
         assert solution is not None
         kinds[ranks] = layers(splitting.graph, surrogate, solution.choice, known), surrogate.rules(solution.choice)
     turns = schedule_named(SYNCHRONOUS[0], count, micro)
-    inner, room = boundaries(kinds[1][0], count), ROOM * task.cluster.memory(0)
+    inner, room = boundaries(kinds[1][0], count), SURROGATE_MEMORY_SHARE * task.cluster.memory(0)
 
     def loaded(ranks: int, stage: int) -> np.ndarray:
         def transfer(moved: float) -> float:
@@ -48,10 +48,10 @@ def uneven(task: SearchTask, splitting: Splitting, count: int, micro: int) -> It
     paths, ends = kinds[1][0].paths, [0, *itertools.accumulate(sizes)]
     homes = {path: bisect.bisect_right(begins, k) - 1 for k, path in enumerate(paths)}
     rules = tuple(rule for k, r in enumerate(sizes) for rule in kinds[r][1] if homes[rule[0]] == k)
-    plan = emitted(task.graph, task.batch, Mesh.of(data=sizes[0]), rules)
+    plan = plan_of_splits(task.graph, task.batch, Mesh.of(data=sizes[0]), rules)
     stages = tuple(
         Stage(first=paths[begin], ranks=tuple(range(*ends[k : k + 2])), mesh=Mesh.of(data=sizes[k]))
         for k, begin in enumerate(begins)
     )
     made = replace(plan, inputs={DATA: "batch"}, stages=stages, microbatches=micro, schedule=SYNCHRONOUS[0])
-    yield Staged(plan=made, cost=(micro + count - 1) * slowest)
+    yield StagedPlan(plan=made, cost=(micro + count - 1) * slowest)

@@ -1,6 +1,5 @@
 "use strict";
 const D = JSON.parse(document.getElementById("data").textContent);
-const TERMS = { compute: "computing", gradient_exchange: "summing gradients", layer_exchange: "exchanging activations", halo: "exchanging borders", pipeline: "waiting for stages", update: "updating", other: "the rest" };
 const SPLITS = { batch: "by examples", filter: "by filters (output channels)", channel: "by input channels", domain: "by domain (space, depth, sequence)", replicate: "whole on every rank" };
 const KINDS = { F: ["forward", "compute"], B: ["backward", "layer_exchange"], receive: ["receive", "halo"], send: ["send", "halo"], reduce: ["gradient sums", "gradient_exchange"], tie: ["tied gradients", "gradient_exchange"] };
 
@@ -40,9 +39,9 @@ document.addEventListener("keydown", (e) => { if (e.key === "Escape") tip.hidden
 function legend(id, entries) {
   $(id).replaceChildren(...entries.map(([colour, text]) => node("li", {}, node("i", { style: `background:${colour}` }), text)));
 }
-const spentText = (breakdown, step) => Object.entries(TERMS).filter(([t]) => breakdown[t] > 0).map(([t, w]) => `${w}: ${seconds(breakdown[t])} (${percent(breakdown[t] / step)})`).join("\n");
+const spentText = (breakdown, step) => Object.entries(D.categories).filter(([t]) => breakdown[t] > 0).map(([t, w]) => `${w}: ${seconds(breakdown[t])} (${percent(breakdown[t] / step)})`).join("\n");
 function spentBar(breakdown, step, longest) {
-  const parts = Object.keys(TERMS).map((t) => node("span", { style: `width:${100 * breakdown[t] / step}%;background:var(--${t})` }));
+  const parts = Object.keys(D.categories).map((t) => node("span", { style: `width:${100 * breakdown[t] / step}%;background:var(--${t})` }));
   return node("div", { class: "bar", style: `width:${Math.min(100, 100 * step / longest)}%`, tip: spentText(breakdown, step) }, ...parts);
 }
 
@@ -71,7 +70,7 @@ function ranking() {
       node("td", {}, node("div", { class: "track" }, spentBar(p.breakdown, p.step, longest), between)),
       node("td", {}, full, node("span", { class: p.feasible ? "hint" : "hint over" }, p.feasible ? bytes(p.peak) : `${bytes(p.peak)}: does not fit`)));
   }));
-  legend("legend", Object.entries(TERMS).map(([t, w]) => [`var(--${t})`, w]));
+  legend("legend", Object.entries(D.categories).map(([t, w]) => [`var(--${t})`, w]));
   const lines = [...D.notes, ...D.refused.map((r) => `${r.strategy}: ${r.reason}`)];
   $("refused").replaceChildren(...(lines.length ? [node("details", {}, node("summary", {}, `${D.refused.length} strategies cannot be; notes`), node("ul", {}, ...lines.map((l) => node("li", {}, l))))] : []));
 }

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
+from fourfold.oracle.predict import Prediction
 from fourfold.oracle.scaling import Row
-from fourfold.oracle.time.items import Item
-from fourfold.planner import Candidate, Ranking
-from fourfold.planner.search import alike
+from fourfold.oracle.time.items import CATEGORY_LABELS, Item
+from fourfold.planner import Ranking
+from fourfold.planner.search import same_plan
 from fourfold.planner.what_if import Answer, Point, WhatIfGrid
 from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.report.costs import setting_words
@@ -31,7 +32,7 @@ def page(
     ranking: Ranking,
     *,
     model: str,
-    chosen: Candidate | None = None,
+    chosen: Prediction | None = None,
     grid: WhatIfGrid | None = None,
     scaling: Sequence[Row] = (),
     runs: Sequence[Run] = (),
@@ -39,6 +40,7 @@ def page(
     """The page of a search. `chosen`: the plan it is about, if not the best; `runs`: what `train` and `verify` measured."""
     data = {
         "model": model,
+        "categories": CATEGORY_LABELS,
         "where": setting_words(ranking.task.setting),
         "devices": ranking.task.devices,
         "batch": ranking.task.batch,
@@ -65,30 +67,30 @@ def assembled(data: Mapping[str, Any]) -> str:
     return out
 
 
-def _shown(ranking: Ranking, chosen: Candidate | None) -> list[Candidate]:
+def _shown(ranking: Ranking, chosen: Prediction | None) -> list[Prediction]:
     some = list(ranking.candidates[:PLANS])
     if chosen is None:
         return some
-    return [chosen, *(c for c in some if not alike(c.plan, chosen.plan))]
+    return [chosen, *(c for c in some if not same_plan(c.plan, chosen.plan))]
 
 
-def _plan(c: Candidate) -> dict[str, Any]:
-    found, plan = c.prediction, c.plan
-    low, high = found.estimate.interval
+def _plan(c: Prediction) -> dict[str, Any]:
+    plan = c.plan
+    low, high = c.interval
     axes = list(dict.fromkeys(axis for part in c.lowered.parts for axis, size in part.stage.mesh.axes if size > 1))
     return {
         "name": plan_name(c),
         "mesh": mesh_text(plan),
         "options": options_text(plan),
-        "step": c.seconds,
+        "step": c.step_seconds,
         "interval": [low, high],
-        "breakdown": dict(found.estimate.breakdown),
-        "samples": plan.batch / c.seconds,
-        "peak": found.peak_bytes,
-        "capacity": found.capacity,
+        "breakdown": dict(c.breakdown),
+        "samples": plan.batch / c.step_seconds,
+        "peak": c.peak_bytes,
+        "capacity": c.capacity_bytes,
         "feasible": c.feasible,
         "notes": list(plan.notes),
-        "findings": [finding.text for finding in found.findings],
+        "findings": [finding.text for finding in c.findings],
         "memory": [
             {
                 "ranks": ranks_text(peak.ranks),
@@ -96,15 +98,15 @@ def _plan(c: Candidate) -> dict[str, Any]:
                 "parts": {k: v for k, v in peak.parts.items() if v},
                 "when": f"{peak.action} {peak.op}".strip(),
             }
-            for peak in found.memory.peaks
+            for peak in c.memory.peaks
         ],
         "axes": axes,
         "layers": [layer for part in c.lowered.parts for layer in _layers(c, part, axes)],
-        "timeline": _timeline(found.estimate.timeline, c),
+        "timeline": _timeline(c.timeline, c),
     }
 
 
-def _timeline(timeline: Timeline, c: Candidate) -> dict[str, Any]:
+def _timeline(timeline: Timeline, c: Prediction) -> dict[str, Any]:
     lanes = {ranks[0]: ranks_text(ranks) for ranks in c.lowered.places}
     events = [e for e in timeline.events if e.kind != "wait" and e.end > e.start][:EVENTS]
     return {
@@ -114,7 +116,7 @@ def _timeline(timeline: Timeline, c: Candidate) -> dict[str, Any]:
     }
 
 
-def _layers(c: Candidate, part: LoweredStage, axes: Sequence[str]) -> list[dict[str, Any]]:
+def _layers(c: Prediction, part: LoweredStage, axes: Sequence[str]) -> list[dict[str, Any]]:
     """The layers of a stage: how each is split, and what it costs with all that is done to its result."""
     computes = part.program.computes()
     homes, out = dict[str, dict[str, Any]](), list[dict[str, Any]]()
@@ -174,11 +176,11 @@ def _cell(answer: Answer) -> dict[str, Any]:
     return {
         "name": plan_name(best),
         "mesh": mesh_text(best.plan),
-        "step": best.seconds,
-        "samples": best.plan.batch / best.seconds,
-        "breakdown": dict(best.estimate.breakdown),
-        "peak": best.prediction.peak_bytes,
-        "capacity": best.prediction.capacity,
+        "step": best.step_seconds,
+        "samples": best.plan.batch / best.step_seconds,
+        "breakdown": dict(best.breakdown),
+        "peak": best.peak_bytes,
+        "capacity": best.capacity_bytes,
         "measured": best.estimate.measured_share,
     }
 
@@ -190,5 +192,5 @@ def _scaled(row: Row) -> dict[str, Any]:
         "samples": row.samples_per_second,
         "feasible": row.feasible,
         "efficiency": row.efficiency,
-        "why": row.limits[0] if row.limits and row.figures is None else "",
+        "why": row.limits[0] if row.limits and row.forecast is None else "",
     }
