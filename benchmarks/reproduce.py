@@ -20,8 +20,8 @@ RECORDS = Path(__file__).parent / "results" / "reproduce"
 MARKERS = "<!-- reproduced -->", "<!-- end of reproduced -->"
 NOT_PRINTED = {"recomputed": " (recomputed)", "remembered": " (from memory)"}
 SOURCES = (
-    "The papers' figures are those printed in their text and tables; one marked *recomputed* follows from the paper's formulas, "
-    "one marked *from memory* was not compared with the paper again, and where a paper gives none, the bar is ours."
+    "The papers' figures are those printed in their text and tables; one marked *recomputed* follows from the paper's "
+    "formulas, one marked *from memory* was not compared with the paper again, and where a paper gives none, the bar is ours."
 )
 
 

@@ -11,7 +11,9 @@ from PIL import Image, ImageChops
 
 PICTURE = Path(__file__).parent / "plan.png"
 PLAN = ["vgg16", "--cluster", "ethernet-1g", "--devices", "8", "--batch", "256", "--what-if", "1"]
-HIDDEN = "#theme, .tools, #memory, #memory-legend, h3:has(+ #memory), h3:has(+ #findings), #findings, section:not(#ranking, #plan)"
+HIDDEN = (
+    "#theme, .tools, #memory, #memory-legend, h3:has(+ #memory), h3:has(+ #findings), #findings, section:not(#ranking, #plan)"
+)
 STYLE = f"<style>{HIDDEN} {{ display: none !important }} .scroll {{ overflow: hidden }}</style></head>"
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"]
 WIDTH, HEIGHT, SCALE, COLOURS = 1160, 1600, 1.5, 224

@@ -53,7 +53,11 @@ def test_the_synopsis_names_commands_and_options_that_exist() -> None:
     lines = fenced(ROOT / "docs" / "cli.md", "text")[0].splitlines()
     assert {line.split()[1] for line in lines} == set(COMMANDS.commands)
     for line in lines:
-        known = {option for parameter in COMMANDS.commands[line.split()[1]].params for option in parameter.opts}
+        known = {
+            option
+            for parameter in COMMANDS.commands[line.split()[1]].params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)) <= known, line
 
 
