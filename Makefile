@@ -7,7 +7,7 @@ DEMO   := build/demo
 MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy reproduce fuzz golden agree verify-all faults clean
+.PHONY: help setup demo test check bench accuracy reproduce picture fuzz golden agree verify-all faults clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -56,6 +56,9 @@ accuracy: setup  ## predictions of time and memory against measurements, and how
 
 reproduce: setup  ## the four papers rerun, pages under build/reproduce (about ten minutes; root for slow links)
 	@$(BIN)/python benchmarks/reproduce.py
+
+picture: setup  ## docs/plan.png, the picture in the README (needs chromium)
+	@$(BIN)/python docs/draw_plan.py
 
 fuzz: setup  ## 22,000 damaged plans, clusters and records: each valid, or refused in one line (two minutes; SEED=1 for others)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutate.py --plans 10000 --clusters 10000 --records 2000 --seed $(or $(SEED),0)

@@ -10,14 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from fourfold.cli.reproduce import PAPERS
-from fourfold.report.page.reproduction import summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "reproduce"
 RECORDS = Path(__file__).parent / "results" / "reproduce"
-MARKS = "<!-- reproduced -->", "<!-- end of reproduced -->"
+MARKERS = "<!-- reproduced -->", "<!-- end of reproduced -->"
+NOT_PRINTED = {"recomputed": " (recomputed)", "remembered": " (from memory)"}
+SOURCES = (
+    "The papers' figures are those printed in their text and tables; one marked *recomputed* follows from the paper's "
+    "formulas, one marked *from memory* was not compared with the paper again, and where a paper gives none, the bar is ours."
+)
 
 
 def main() -> None:
@@ -29,7 +34,7 @@ def main() -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     codes = [] if options.summary_only else [rerun(paper) for paper in options.papers or PAPERS]
     readme = ROOT / "README.md"
-    readme.write_text(summed_up(readme.read_text()))
+    readme.write_text(with_summary(readme.read_text()))
     sys.exit(max(codes, default=0))
 
 
@@ -45,14 +50,36 @@ def rerun(paper: str) -> int:
     return code
 
 
-def records() -> list[dict[str, object]]:
+def load_records() -> list[dict[str, Any]]:
     return [json.loads((RECORDS / f"{paper}.json").read_text()) for paper in PAPERS if (RECORDS / f"{paper}.json").is_file()]
 
 
-def summed_up(text: str) -> str:
-    """The README with its summary made of the records."""
-    between = "\n".join((MARKS[0], summary(records()), MARKS[1]))
-    return re.sub(f"{MARKS[0]}.*?{MARKS[1]}", lambda _: between, text, flags=re.DOTALL)
+def with_summary(readme: str) -> str:
+    """The README's text with the summary of the stored records between its markers."""
+    block = "\n".join((MARKERS[0], summary(load_records()), MARKERS[1]))
+    return re.sub(f"{MARKERS[0]}.*?{MARKERS[1]}", lambda _: block, readme, flags=re.DOTALL)
+
+
+def summary(records: list[dict[str, Any]]) -> str:
+    """A sentence on sources, and a table in Markdown: how many expectations of each paper hold, and the chief ones."""
+    lines = [SOURCES, "", "| paper | what | Fourfold | the paper |", "|---|---|---|---|"]
+    for record in records:
+        expectations = record["expectations"]
+        holding = sum(e["holds"] for e in expectations)
+        title = f"{record['title']}: {holding} of {len(expectations)} expectations hold ({record['date']})"
+        for e in (e for e in expectations if e["chief"]):
+            fails = "" if e["holds"] else " (does not hold)"
+            lines.append(f"| {title} | {e['what']} | {e['ours']}{fails} | {paper_figure(e)} |")
+            title = ""
+    return "\n".join(lines)
+
+
+def paper_figure(expectation: dict[str, Any]) -> str:
+    """A paper's figure with its source where it is not printed there."""
+    figure, mark = expectation["paper"], expectation["mark"]
+    if mark == "unknown":
+        return f"none; our bar: {figure}" if figure else "none"
+    return figure + NOT_PRINTED.get(mark, "")
 
 
 if __name__ == "__main__":

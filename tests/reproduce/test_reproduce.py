@@ -73,11 +73,11 @@ def test_the_accuracy_that_is_shipped_is_what_was_measured() -> None:
 
 
 def test_the_readme_sums_up_the_records() -> None:
-    from reproduce import records, summed_up
+    from reproduce import load_records, with_summary
 
     text = (BENCHMARKS.parent / "README.md").read_text()
-    assert [record["name"] for record in records()] == list(PAPERS)
-    assert summed_up(text) == text
+    assert [record["name"] for record in load_records()] == list(PAPERS)
+    assert with_summary(text) == text
 
 
 @pytest.mark.parametrize("paper", [name if name == "paradl" else pytest.param(name, marks=pytest.mark.slow) for name in PAPERS])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -40,19 +39,6 @@ def reproduction_text(told: Reproduction, *, file: str | None = None) -> Rendera
     marks = [f"{mark}: {MARKS[mark]}" for mark in dict.fromkeys(e.mark for e in told.expectations)]
     lines = [f"{held} of {len(told.expectations)} expectations hold.", *marks, *told.notes]
     return Group(*parts, Text(""), expected, *map(Text, [*lines, *([f"written to {file}"] if file else [])]))
-
-
-def summary(records: Iterable[Mapping[str, Any]]) -> str:
-    """A table for a page in Markdown: of each paper's record, what held, and its chief expectations."""
-    out = ["| paper | what | here | the paper | the paper's figure is |", "|---|---|---|---|---|"]
-    for record in records:
-        held = sum(e["holds"] for e in record["expectations"])
-        about = f"{record['title']}: {held} of {len(record['expectations'])} hold"
-        for e in (e for e in record["expectations"] if e["chief"]):
-            fails = "" if e["holds"] else " (does not hold)"
-            out.append(f"| {about} | {e['what']} | {e['ours']}{fails} | {e['paper']} | {e['mark']} |")
-            about = ""
-    return "\n".join(out)
 
 
 def reproduction_page(told: Reproduction) -> str:
