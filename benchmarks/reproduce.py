@@ -11,12 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+from records import RESULTS, write_record
+
 from fourfold.cli.reproduce import PAPERS
+from fourfold.files import write_file
 from fourfold.report.page.reproduction import summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "reproduce"
-RECORDS = Path(__file__).parent / "results" / "reproduce"
+RECORDS = RESULTS / "reproduce"
 MARKS = "<!-- reproduced -->", "<!-- end of reproduced -->"
 
 
@@ -29,7 +32,7 @@ def main() -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     codes = [] if options.summary_only else [rerun(paper) for paper in options.papers or PAPERS]
     readme = ROOT / "README.md"
-    readme.write_text(summed_up(readme.read_text()))
+    write_file(readme, with_summary(readme.read_text()))
     sys.exit(max(codes, default=0))
 
 
@@ -41,17 +44,17 @@ def rerun(paper: str) -> int:
         record = json.loads(page.with_suffix(".json").read_text())
         kept = {**record, "date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - begun)}
         kept.pop("file")
-        (RECORDS / f"{paper}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        write_record(RECORDS / f"{paper}.json", kept)
     return code
 
 
-def records() -> list[dict[str, object]]:
+def paper_records() -> list[dict[str, object]]:
     return [json.loads((RECORDS / f"{paper}.json").read_text()) for paper in PAPERS if (RECORDS / f"{paper}.json").is_file()]
 
 
-def summed_up(text: str) -> str:
+def with_summary(text: str) -> str:
     """The README with its summary made of the records."""
-    between = "\n".join((MARKS[0], summary(records()), MARKS[1]))
+    between = "\n".join((MARKS[0], summary(paper_records()), MARKS[1]))
     return re.sub(f"{MARKS[0]}.*?{MARKS[1]}", lambda _: between, text, flags=re.DOTALL)
 
 

@@ -38,7 +38,7 @@ def test_a_width_saves_what_it_was_sought_for() -> None:
     """The width put back into the network: the classifier's share of its weights, sharded, is what was asked for."""
     width = splitbrain.width_saving(0.67, 8)
     assert width is not None and splitbrain.width_saving(0.67, 2) is None
-    wide = splitbrain.workload(f"vgg16-cifar,width={round(width)}", batch=2, data=False).graph
+    wide = splitbrain.load_workload(f"vgg16-cifar,width={round(width)}", batch=2, data=False).graph
     assert splitbrain.classifier_share(wide) * (1 - 1 / 8) == pytest.approx(0.67, abs=1e-3)
 
 
@@ -64,20 +64,21 @@ def test_the_deepest_is_found_by_halving() -> None:
 
 
 def test_the_accuracy_that_is_shipped_is_what_was_measured() -> None:
-    from accuracy import FOLDER, Row
+    from accuracy import Row
+    from records import RESULTS
 
     kept = paradl.shipped()
-    raw = [Row(**row) for path in sorted(FOLDER.glob("*-accuracy-[2h4]*.json")) for row in json.loads(path.read_text())["rows"]]
+    raw = [Row(**row) for path in RESULTS.glob("*-accuracy.json") if "memory" not in path.name for row in json.loads(path.read_text())["rows"]]
     known = {(r.place, r.model, r.plan, round(r.predicted, 6), round(r.measured, 6)) for r in raw}
     assert len(kept["rows"]) > 100 and {tuple(row) for row in kept["rows"]} <= known
 
 
 def test_the_readme_sums_up_the_records() -> None:
-    from reproduce import records, summed_up
+    from reproduce import paper_records, with_summary
 
     text = (BENCHMARKS.parent / "README.md").read_text()
-    assert [record["name"] for record in records()] == list(PAPERS)
-    assert summed_up(text) == text
+    assert [record["name"] for record in paper_records()] == list(PAPERS)
+    assert with_summary(text) == text
 
 
 @pytest.mark.parametrize("paper", [name if name == "paradl" else pytest.param(name, marks=pytest.mark.slow) for name in PAPERS])
