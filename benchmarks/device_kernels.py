@@ -102,7 +102,8 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
-    write_record(Path(options.output), {**about, "updates": updates(), "copy": copy_rate(), "failed": failed, **kernel_table(rows)})
+    about |= {"updates": updates(), "copy": copy_rate(), "failed": failed}
+    write_record(Path(options.output), {**about, **kernel_table(rows)})
     print(len(rows), "rows,", len(failed), "failed", list(failed.items())[:5], flush=True)
 
 

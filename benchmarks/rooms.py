@@ -52,7 +52,8 @@ def reachable(entry: Path, root: Path, *, inside: bool) -> set[Path]:
 
 def first_visits(command: list[str], root: Path) -> list[str]:
     """The files of the functions that a command calls, in the order of first calls."""
-    run = next(import_module(f"fourfold.cli.{name}").run for name in ("main", "door") if (root / f"fourfold/cli/{name}.py").is_file())
+    module = "main" if (root / "fourfold/cli/main.py").is_file() else "door"
+    run = import_module(f"fourfold.cli.{module}").run
 
     codes: dict[object, str] = {}
 
@@ -75,12 +76,12 @@ def main() -> None:
         for name in COMMANDS:
             subprocess.run([sys.executable, __file__, str(root), name], check=True)
         return
-    entry = root / "fourfold" / "cli" / f"{sys.argv[2]}.py"
+    entry = root / "fourfold/cli/app.py"
     top, every = (len(reachable(entry, root, inside=inside)) for inside in (False, True))
     files = first_visits(COMMANDS[sys.argv[2]], root)
     changes = sum(Path(a).parent != Path(b).parent for a, b in zip(files, files[1:], strict=False))
-    found = {"command": sys.argv[2], "files_top": top, "files_with_inner": every, "functions": len(files), "room_changes": changes}
-    print(json.dumps(found))
+    counts = {"files_top": top, "files_with_inner": every, "functions": len(files), "room_changes": changes}
+    print(json.dumps({"command": sys.argv[2], **counts}))
 
 
 if __name__ == "__main__":
