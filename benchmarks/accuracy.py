@@ -5,11 +5,10 @@ are written down; then the plans run, on fresh processes, in rounds one after th
 often, and a plan's time is the median of its steps of all rounds. Accuracy is 1 - |predicted - measured| / measured, as ParaDL
 defines it.
 
-Machines that are shared change their speed, by up to a third in the first runs of this program. So runs are paired with the
-calibration: the pace of the machine (`fourfold.calibrate.machine_speed`) is looked at before, amid and after every run, and its
-steps are told at the pace the prediction is for. A step feels it as its parts do by prediction: kernels by their share of
-arithmetic, exchanges between hosts not at all, for there the wire sets the pace. Steps as the clock had them are kept and
-summed up too.
+Shared machines change their speed, by up to a third in the first runs of this program. So the speed of the machine
+(`fourfold.calibrate.machine_speed`) is measured before, amid and after every run, and steps are normalised to the reference
+speed that the prediction is for. By how much follows from the prediction: kernels change by their share of arithmetic,
+exchanges between hosts not at all, for there the link limits. Steps by the clock are recorded and summed up too.
 """
 
 from __future__ import annotations
@@ -30,12 +29,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from records import RESULTS, write_record
+
 from fourfold.calibrate.calibration import calibrated
 from fourfold.calibrate.kernels import ROUNDS, Rounds, arithmetic, samples
 from fourfold.calibrate.machine_speed import measure_speed, speed_exponent
 from fourfold.calibrate.measured_prices import measured_prices
 from fourfold.calibrate.robust_stats import interquartile_range
 from fourfold.cluster import Cluster, load_cluster, save_cluster
+from fourfold.files import write_file
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate, estimate
 from fourfold.plans import LoweredPlan, Options, Plan, lower_plan
@@ -78,12 +80,11 @@ HOSTS = {name: plan for name, plan in PLANS.items() if name not in ("recompute",
 PLACES = {"2": PLANS, "4": FOUR, "hosts": HOSTS}
 RATE = "1gbit"
 OPTIMIZER = "momentum"
-SLOWER = 1.1  # a pace to see what a step feels of it
+SLOWER = 1.1  # a slower machine, to see how much longer a step takes on it
 EXCHANGES = ("gradient_exchange", "layer_exchange", "halo")
 RUNS, STEPS, WARM_UP = 2, 9, 1
 MOST_RUNS, STEADY = 5, 0.2  # runs of plans whose steps lie further apart, from quartile to quartile
 FEW = Rounds(5, 5)  # a step is a sum of hundreds of kernels: what one strays evens out
-FOLDER = Path(__file__).parent / "results"
 SHIPPED = Path(__file__).parents[1] / "src" / "fourfold" / "reproduce" / "accuracy.json"
 STACK = ExitStack()
 
@@ -101,22 +102,22 @@ class Row:
     breakdown: dict[str, float]
     measured_share: float
     steps: list[float]  # seconds by the clock
-    speeds: list[float]  # for each, the calibration's pace over that of its moment, as the step feels it
-    felt: float = 1.0  # power of the pace by which the step changes; 1 for all until 2026-11-16
+    speeds: list[float]  # the factor that brings each to reference speed
+    speed_exponent: float = 1.0  # the step changes by this power of the speed
 
     @property
-    def told(self) -> list[float]:
-        """The steps at the calibration's pace."""
+    def normalised(self) -> list[float]:
+        """The steps at the calibration's reference speed."""
         return [step * speed for step, speed in zip(self.steps, self.speeds, strict=True)]
 
     @property
     def measured(self) -> float:
-        return statistics.median(self.told)
+        return statistics.median(self.normalised)
 
     @property
     def steady(self) -> bool:
         """Whether it was run often enough; what was predicted does not matter here."""
-        return len(self.steps) >= RUNS * STEPS and interquartile_range(self.told) <= STEADY * self.measured
+        return len(self.steps) >= RUNS * STEPS and interquartile_range(self.normalised) <= STEADY * self.measured
 
     @property
     def clock(self) -> float:
@@ -139,47 +140,47 @@ def cases(place: str, only: list[str]) -> Iterator[tuple[str, str]]:
                 yield model, plan
 
 
-def predicted(
+def predict_rows(
     place: str,
     model: str,
     plans: list[str],
-    seen: Workload,
+    workload: Workload,
     cluster: Cluster,
     team: Ranks | TorchrunRanks,
     rounds: Rounds = ROUNDS,
 ) -> list[Row]:
     """A model's rows without their measurements; its kernels are timed first, those of all plans in turn."""
-    lowered = {plan: lower_plan(seen.graph, made(place, plan, seen, team)) for plan in plans}
+    lowered = {plan: lower_plan(workload.graph, build_plan(place, plan, workload, team)) for plan in plans}
     prices = measured_prices(lowered.values(), cluster, team, rounds=rounds)
     rows = []
     for plan, program in lowered.items():
-        found = estimate(program, prices, optimizer=OPTIMIZER)
-        low, high = found.interval
-        terms, power = dict(found.breakdown), felt_by(program, prices, found, wire=place == "hosts")
-        rows.append(Row(place, model, plan, found.step_seconds, low, high, terms, found.measured_share, [], [], power))
-        say(f"{place} {model} {plan}: predicted {found.step_seconds * 1e3:.1f} ms")
+        estimated = estimate(program, prices, optimizer=OPTIMIZER)
+        low, high = estimated.interval
+        terms, power = dict(estimated.breakdown), step_speed_exponent(program, prices, estimated, wire=place == "hosts")
+        rows.append(Row(place, model, plan, estimated.step_seconds, low, high, terms, estimated.measured_share, [], [], power))
+        say(f"{place} {model} {plan}: predicted {estimated.step_seconds * 1e3:.1f} ms")
     return rows
 
 
-def felt_by(program: LoweredPlan, prices: Prices, found: Estimate, *, wire: bool) -> float:
-    """The power of the pace by which a step changes: from its prediction with kernels at a slower one, and its other parts."""
+def step_speed_exponent(program: LoweredPlan, prices: Prices, estimated: Estimate, *, wire: bool) -> float:
+    """The power of the speed by which a step changes: kernels from a prediction at a lower speed, and its other parts."""
     slower = dict(prices.kernels)
     for key, sample in samples(program, {}).items():
         time, factor = slower[key], SLOWER ** speed_exponent(arithmetic(sample.kernel))
         slower[key] = replace(time, forward=time.forward * factor, backward=time.backward * factor)
     longer = estimate(program, replace(prices, kernels=slower), optimizer=OPTIMIZER).step_seconds
-    others = sum(found.breakdown[term] for term in ("update", *(EXCHANGES if not wire else ()))) / found.step_seconds
-    return math.log(longer / found.step_seconds) / math.log(SLOWER) + others * speed_exponent()
+    others = sum(estimated.breakdown[term] for term in ("update", *(EXCHANGES if not wire else ()))) / estimated.step_seconds
+    return math.log(longer / estimated.step_seconds) / math.log(SLOWER) + others * speed_exponent()
 
 
-def made(place: str, plan: str, seen: Workload, team: Ranks | TorchrunRanks) -> Plan:
+def build_plan(place: str, plan: str, workload: Workload, team: Ranks | TorchrunRanks) -> Plan:
     strategy, options = PLACES[place][plan]
-    return seen.plan(strategy, ranks=team.count, options=Options(**options))
+    return workload.plan(strategy, ranks=team.count, options=Options(**options))
 
 
-def run(row: Row, plan: Plan, seen: Workload, team: Ranks | TorchrunRanks, pace: float) -> None:
+def run(row: Row, plan: Plan, workload: Workload, team: Ranks | TorchrunRanks, reference: float) -> None:
     """Add the step times of one round."""
-    start(seen, plan, team, optimizer=OPTIMIZER)
+    start(workload, plan, team, optimizer=OPTIMIZER)
     looks = []
     for step in range(WARM_UP + STEPS):
         if step in (WARM_UP, WARM_UP + STEPS // 2):
@@ -188,7 +189,7 @@ def run(row: Row, plan: Plan, seen: Workload, team: Ranks | TorchrunRanks, pace:
         if step >= WARM_UP:
             row.steps.append(slowest)
     looks.append(team(measure_speed)[0])
-    row.speeds += [(pace / statistics.mean(looks)) ** row.felt] * STEPS
+    row.speeds += [(reference / statistics.mean(looks)) ** row.speed_exponent] * STEPS
 
 
 def calibrate(ranks: Ranks | TorchrunRanks, path: Path) -> None:
@@ -205,16 +206,16 @@ def predict(place: str, model: str, only: list[str], cluster: Cluster) -> list[R
     text, batch = MODELS[model]
     with ranks_of(place) as team:
         plans = [plan for name, plan in cases(place, only) if name == model]
-        return predicted(place, model, plans, load_workload(text, batch=batch), cluster, team, FEW)
+        return predict_rows(place, model, plans, load_workload(text, batch=batch), cluster, team, FEW)
 
 
-def measure(place: str, model: str, rows: list[Row], pace: float) -> list[Row]:
+def measure(place: str, model: str, rows: list[Row], reference: float) -> list[Row]:
     """One round of a model's plans, on fresh ranks."""
     text, batch = MODELS[model]
     with ranks_of(place) as team:
-        seen = load_workload(text, batch=batch)
+        workload = load_workload(text, batch=batch)
         for row in rows:
-            run(row, made(place, row.plan, seen, team), seen, team, pace)
+            run(row, build_plan(place, row.plan, workload, team), workload, team, reference)
             say(line(row))
     return rows
 
@@ -229,7 +230,7 @@ def place_rows(place: str, only: list[str], folder: Path, output: Path, before: 
     models = list(dict.fromkeys(model for model, _ in cases(place, only)))
     say(f"{place}: calibrating")
     job(place, "calibrate", file, kept)
-    output.with_name(f"{output.stem}-{place}.toml").write_text(file.read_text())
+    write_file(output.with_name(f"{output.stem}-{place}.toml"), file.read_text())
     for model in models:
         job(place, "predict", file, kept, "--model", model, *(part for text in only for part in ("--only", text)))
         for _ in range(MOST_RUNS):
@@ -241,7 +242,7 @@ def place_rows(place: str, only: list[str], folder: Path, output: Path, before: 
 
 def keep(rows: list[Row], output: Path) -> None:
     data = {"date": time.strftime("%Y-%m-%d %H:%M"), "rows": [asdict(row) for row in rows]}
-    output.write_text(json.dumps(data, indent=1))
+    write_record(output, data)
 
 
 def job(place: str, what: str, cluster: Path, rows: Path, *more: str) -> None:
@@ -261,7 +262,7 @@ def _between_hosts() -> Any:
     return STACK.enter_context(hosts(count=2, rate=RATE))
 
 
-def do(options: argparse.Namespace) -> None:
+def run_job(options: argparse.Namespace) -> None:
     """A piece of the work."""
     (place,), kept = options.place, load(options.output)
     if options.job == "calibrate":
@@ -272,7 +273,7 @@ def do(options: argparse.Namespace) -> None:
         mine = [row for row in kept if row.model == options.model and not row.steady]
         measure(place, options.model, mine, load_cluster(options.cluster).kinds[0].pace)
     if is_leader():
-        options.output.write_text(json.dumps([asdict(row) for row in kept]))
+        write_file(options.output, json.dumps([asdict(row) for row in kept]))
 
 
 def load(path: Path) -> list[Row]:
@@ -296,8 +297,8 @@ def summary(rows: list[Row]) -> str:
         groups: dict[str, list[Row]] = {}
         for row in rows:
             groups.setdefault(key(row), []).append(row)
-        found = [f"{k} {statistics.mean(r.accuracy for r in g):.1%}" for k, g in groups.items()]
-        out.append(f"mean by {name}: {', '.join(found)}")
+        means = [f"{k} {statistics.mean(r.accuracy for r in g):.1%}" for k, g in groups.items()]
+        out.append(f"mean by {name}: {', '.join(means)}")
     worst = min(rows, key=lambda r: r.accuracy)
     inside = statistics.mean(r.inside for r in rows)
     half = statistics.mean((r.high - r.low) / 2 / r.predicted for r in rows)
@@ -329,7 +330,7 @@ def ship(paths: list[Path]) -> None:
     where = "two cores: 2 and 4 local ranks, and two hosts joined at 1 Gbit/s"
     lines = ",\n  ".join(json.dumps(row) for row in short)
     date = max(data["date"] for data in kept)[:10]
-    SHIPPED.write_text(f'{{"date": "{date}", "where": "{where}", "rows": [\n  {lines}\n]}}\n')
+    write_file(SHIPPED, f'{{"date": "{date}", "where": "{where}", "rows": [\n  {lines}\n]}}\n')
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -342,22 +343,24 @@ def parser(about: str, places: Iterable[str], name: str) -> argparse.ArgumentPar
     out = argparse.ArgumentParser(description=about.splitlines()[0])
     out.add_argument("--place", action="append", choices=places)
     out.add_argument("--only", action="append", default=[], help="a model; for accuracy a plan or model/plan too")
-    out.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-{name}.json")
+    out.add_argument("-o", "--output", type=Path, default=RESULTS / f"{time.strftime('%Y-%m-%d')}-{name}.json")
     for inner in ("--job", "--model"):
         out.add_argument(inner, help=argparse.SUPPRESS)
     return out
 
 
 def main() -> None:
-    asked = parser(__doc__, PLACES, "accuracy")
-    asked.add_argument("--cluster", type=Path, help=argparse.SUPPRESS)
-    asked.add_argument("--ship", nargs="+", type=Path, help="files of earlier runs to be put into the package; nothing is run")
-    options = asked.parse_args()
+    arguments = parser(__doc__, PLACES, "accuracy")
+    arguments.add_argument("--cluster", type=Path, help=argparse.SUPPRESS)
+    arguments.add_argument(
+        "--ship", nargs="+", type=Path, help="files of earlier runs to be put into the package; nothing is run"
+    )
+    options = arguments.parse_args()
     if options.ship:
         ship(options.ship)
         return
     if options.job:
-        do(options)
+        run_job(options)
         return
     with STACK, tempfile.TemporaryDirectory() as folder:
         os.environ["FOURFOLD_CACHE"] = folder  # everything is measured anew

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from contest import Step, Times, compared, example, line, parser, plain_losses, sgd, taken_turns, write
+from contest import Step, Times, comparison, example, interleaved, line, parser, plain_losses, sgd, write
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.graph.capture import capture
@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 NORMALISING = ("resnet50",)
 """DDP takes batch norm's statistics from each part of the batch, not the whole. With a few values per channel they turn the
-rounding of the inputs' last digit into a percent of the second loss, so that only the first is compared.
+rounding of the inputs' last digit into a percent of the second loss, so that only the first is comparison.
 """
 
 
@@ -54,7 +54,7 @@ def measure(name: str, ranks: int, rounds: int) -> Times:
     expected = {"peer": plain, "ours": plain}
     if name in NORMALISING:
         expected = {"ours": plain[:1]} if ranks > 1 else {"peer": plain, "ours": plain[:1]}
-    return taken_turns(contenders(name, ranks), rounds, expected)
+    return interleaved(contenders(name, ranks), rounds, expected)
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
             with Ranks(ranks) as pool:
                 times = pool(measure, name, ranks, options.rounds)[0]
             row = {"model": name, "ranks": ranks, "peer": "DDP" if ranks > 1 else "eager"}
-            rows.append({**row, **compared(times, peer="peer", ours="ours"), "times": times})
+            rows.append({**row, **comparison(times, peer="peer", ours="ours"), "times": times})
             print(line(rows[-1]), flush=True)
     write(options.output, METHOD, rows)
 

@@ -1,7 +1,7 @@
 """`fsdp` against FSDP2 (`fully_shard`): parameters, gradients and momentum divided over ranks, gathered when used.
 
 FSDP2 keeps its default `reshard_after_forward=True` on what it wraps (parameters are dropped after forward and gathered
-again for backward, as ZeRO-3 does). It is wrapped in two ways, every layer with parameters alone and every run of layers
+again for backward, as ZeRO-3 does). It is wrap in two ways, every layer with parameters alone and every run of layers
 between poolings together, and the faster one is the peer; the times of both are recorded.
 """
 
@@ -12,7 +12,7 @@ import statistics
 from typing import Any
 
 import torch
-from contest import Step, Times, compared, example, line, parser, plain_losses, sgd, taken_turns, write
+from contest import Step, Times, comparison, example, interleaved, line, parser, plain_losses, sgd, write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,8 +32,8 @@ CASES: dict[str, dict[str, Any]] = {"vgg16-cifar": {"batch": 32}}
 WRAPPINGS = ("layer", "block")
 
 
-def wrapped(model: nn.Module, wrapping: str, ranks: int) -> nn.Module:
-    """The model under FSDP2: what is wrapped together is gathered together."""
+def wrap(model: nn.Module, wrapping: str, ranks: int) -> nn.Module:
+    """The model under FSDP2: what is wrap together is gathered together."""
     mesh = init_device_mesh("cpu", (ranks,))
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     for group in [[m] for m in layers] if wrapping == "layer" else blocks(model):
@@ -63,17 +63,17 @@ def contenders(name: str, ranks: int) -> dict[str, Step]:
     return {**{f"FSDP2 by {w}": fsdp2_step(name, ranks, w, x, y) for w in WRAPPINGS}, "ours": lambda: run.step(x, *y)}
 
 
-def check_divided(kept: list[torch.Tensor], graph: Graph, ranks: int) -> None:
+def check_divided(parameters: list[torch.Tensor], graph: Graph, ranks: int) -> None:
     """Ours may not keep more than its share, give or take what does not divide evenly."""
-    mine = sum(p.numel() for p in kept)
+    mine = sum(p.numel() for p in parameters)
     whole = sum(math.prod(graph.values[p.name].shape) for p in graph.parameters)
     if mine > 1.01 * whole / ranks:
-        raise RuntimeError(f"a rank keeps {mine} of {whole} parameters on {ranks} ranks; unequal work is not compared")
+        raise RuntimeError(f"a rank keeps {mine} of {whole} parameters on {ranks} ranks; unequal work is not comparison")
 
 
 def fsdp2_step(name: str, ranks: int, wrapping: str, x: torch.Tensor, y: list[torch.Tensor]) -> Step:
     peer, _, _, loss = example(name, CASES[name])
-    wrapped(peer, wrapping, ranks)
+    wrap(peer, wrapping, ranks)
     optimizer = sgd(peer.parameters())
 
     def step() -> torch.Tensor:
@@ -88,7 +88,7 @@ def fsdp2_step(name: str, ranks: int, wrapping: str, x: torch.Tensor, y: list[to
 
 def measure(name: str, ranks: int, rounds: int) -> Times:
     steps = contenders(name, ranks)
-    return taken_turns(steps, rounds, dict.fromkeys(steps, plain_losses(name, CASES[name])))
+    return interleaved(steps, rounds, dict.fromkeys(steps, plain_losses(name, CASES[name])))
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
                 times = pool(measure, name, ranks, options.rounds)[0]
             peer = min((key for key in times if key != "ours"), key=lambda key: statistics.median(times[key]))
             row = {"model": name, "ranks": ranks, "peer": peer}
-            rows.append({**row, **compared(times, peer=peer, ours="ours"), "times": times})
+            rows.append({**row, **comparison(times, peer=peer, ours="ours"), "times": times})
             print(line(rows[-1]), flush=True)
     write(options.output, METHOD, rows)
 

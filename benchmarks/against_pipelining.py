@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import Step, Times, compared, example, line, parser, plain_losses, sgd, taken_turns, write
+from contest import Step, Times, comparison, example, interleaved, line, parser, plain_losses, sgd, write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -51,7 +51,7 @@ def layer_of(op: str, paths: list[str]) -> str:
     return next(path for path in paths if op == path or op.startswith(path + "."))
 
 
-def planned(name: str, ranks: int) -> Plan:
+def build_plan(name: str, ranks: int) -> Plan:
     """The cut and micro-batches that all contenders share."""
     model, inputs, targets, loss = example(name, CASES[name])
     graph = capture(model, inputs, targets, loss)
@@ -96,7 +96,7 @@ def peer(name: str, plan: Plan, kind: Any) -> Step:
 
 def measure(name: str, plan: Plan, rounds: int) -> Times:
     steps = contenders(name, plan)
-    return taken_turns(steps, rounds, dict.fromkeys(steps, plain_losses(name, CASES[name])))
+    return interleaved(steps, rounds, dict.fromkeys(steps, plain_losses(name, CASES[name])))
 
 
 def main() -> None:
@@ -104,12 +104,12 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         for ranks in map(int, options.ranks.split(",")):
-            plan = planned(name, ranks)
+            plan = build_plan(name, ranks)
             with Ranks(ranks) as pool:
                 times = pool(measure, name, plan, options.rounds)[0]
             row = {"model": name, "ranks": ranks, "stages": [s.first for s in plan.stages], "microbatches": plan.microbatches}
             for schedule, kind in PEERS.items():
-                result = compared(times, peer=kind.__name__, ours=schedule)
+                result = comparison(times, peer=kind.__name__, ours=schedule)
                 rows.append({**row, "peer": kind.__name__, "ours": schedule, **result, "times": times})
                 print(line(rows[-1]), flush=True)
     write(options.output, METHOD, rows)

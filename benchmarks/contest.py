@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from records import write_record
 from torch import Tensor
 
 from fourfold.models import MODELS
@@ -53,7 +54,7 @@ def plain_losses(name: str, arguments: Mapping[str, Any]) -> list[float]:
     return out
 
 
-def taken_turns(steps: Mapping[str, Step], rounds: int, expected: Mapping[str, Sequence[float]]) -> Times:
+def interleaved(steps: Mapping[str, Step], rounds: int, expected: Mapping[str, Sequence[float]]) -> Times:
     """Seconds of each contender's steps, `rounds` of them after the warm-up; the order turns round every time.
 
     `expected` holds the plain model's losses for each contender that does the plain model's work.
@@ -73,14 +74,14 @@ def taken_turns(steps: Mapping[str, Step], rounds: int, expected: Mapping[str, S
 
 
 def _timed(step: Step) -> tuple[float, Tensor | None]:
-    _meet()
+    _barrier()
     start = time.perf_counter()
     loss = step()
-    _meet()
+    _barrier()
     return time.perf_counter() - start, loss
 
 
-def _meet() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
 
@@ -98,7 +99,7 @@ def _check(losses: Mapping[str, Sequence[float | None]], expected: Mapping[str, 
                 raise RuntimeError(f"{key}: loss {got} in step {k}, the plain model's is {want}; unequal work is not compared")
 
 
-def compared(times: Times, *, peer: str, ours: str) -> dict[str, Any]:
+def comparison(times: Times, *, peer: str, ours: str) -> dict[str, Any]:
     """Medians, their ratio and the median of paired ratios: above 1, ours is faster."""
     medians = {key: statistics.median(times[key]) for key in (peer, ours)}
     paired = [a / b for a, b in zip(times[peer], times[ours], strict=True)]
@@ -139,5 +140,4 @@ def write(path: str | None, method: str, rows: Sequence[Mapping[str, Any]]) -> N
         "machine": platform.machine(),
         "sockets": bool(os.environ.get("FOURFOLD_SOCKETS")),
     }
-    with open(path, "w") as file:
-        json.dump({**about, "rows": list(rows)}, file, indent=1)
+    write_record(Path(path), {**about, "rows": list(rows)})

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from device_steps import ROWS
+from records import RESULTS, kernel_rows
 
 from fourfold.calibrate.kernels import samples
 from fourfold.cluster import cluster_named
+from fourfold.files import write_file
 from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
@@ -36,8 +38,7 @@ from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import lower_plan, named
 
-RESULTS = Path(__file__).parent / "results"
-FILES = (RESULTS / "2026-11-15-h200-steps.json", RESULTS / "2026-11-18-h200-steps.json")
+FILES = (RESULTS / "2026-11-18-h200-steps.json",)
 KERNELS = RESULTS / "2026-11-15-h200-kernels.json"
 STEADY = 0.05  # a row whose quartiles lie further apart than this part of its median is left out
 ALLOWED = {"measured": 0.08, "shipped": 0.20, "memory": 0.04}
@@ -71,7 +72,7 @@ class Score:
         }
 
 
-def measured(files: Iterable[Path], *, every: bool = False) -> list[dict[str, Any]]:
+def measured_rows(files: Iterable[Path], *, every: bool = False) -> list[dict[str, Any]]:
     """The rows of the list in device_steps.py, each from the last file that has it; or `every` row there is."""
     wanted = {(name, batch) for name, _, batches in ROWS for batch in batches}
     found: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -87,11 +88,11 @@ def scores(rows: Iterable[Mapping[str, Any]]) -> Iterator[Score]:
     for row in rows:
         known = json.dumps([row["model"], row["arguments"]])
         if known not in graphs:
-            graphs[known] = captured(row["model"], row["arguments"])
+            graphs[known] = graphs_of(row["model"], row["arguments"])
         yield score(row, graphs[known][row["precision"]])
 
 
-def captured(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:
+def graphs_of(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:
     with torch.device("meta"):
         plain = capture(*MODELS[model](**arguments, batch=2))
     return {"tf32": plain, "bf16": under_autocast(plain)}
@@ -105,7 +106,7 @@ def score(row: Mapping[str, Any], graph: Graph) -> Score:
         for key, found in row["kernels"].items()
     }
     updated = sum(graph.values[p.name].bytes for p in graph.parameters if p.trainable)
-    own = _updating(replace(shipped, kernels=kernels), updated / row["host"]["update_device"])
+    own = _with_update(replace(shipped, kernels=kernels), updated / row["host"]["update_device"])
     plain = predict(lowered, shipped, optimizer="momentum")
     times = sorted(row["steps"])
     quarter = len(times) // 4
@@ -122,12 +123,12 @@ def score(row: Mapping[str, Any], graph: Graph) -> Score:
     )
 
 
-def unseen(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
+def errors_of_new_networks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
     """Errors of steps with what is shipped, if no kernel with the shapes of the network's layers, whatever the batch, were."""
-    raw = json.loads(KERNELS.read_text())["rows"]
+    raw = kernel_rows(json.loads(KERNELS.read_text()))
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        graphs = captured(model, mine[0]["arguments"])
+        graphs = graphs_of(model, mine[0]["arguments"])
         own = {
             _layer(s.kernel)
             for g in graphs.values()
@@ -147,7 +148,7 @@ def _layer(kernel: Kernel) -> tuple[object, ...]:
     return (kernel.target, window, *(spec.shape[1:] for spec in (*kernel.operands, *kernel.results)))
 
 
-def _updating(known: Prices, speed: float) -> Prices:
+def _with_update(known: Prices, speed: float) -> Prices:
     """Prices with the measured speed of the update, bytes of parameters a second."""
     cluster = known.cluster
     kinds = tuple(replace(kind, updates=(("momentum", speed),)) for kind in cluster.kinds)
@@ -199,16 +200,16 @@ def main() -> None:
     options = parser.parse_args()
     sys.setrecursionlimit(20000)  # lowering goes from the loss to the first op by calls
     if options.unseen:
-        found = list(unseen(measured(options.measured)))
+        found = list(errors_of_new_networks(measured_rows(options.measured)))
         print(*(f"{row['model']} {row['batch']} {row['precision']} {error:+.1%}" for row, error in found), sep="\n")
         return print(f"mean without sign {statistics.mean(abs(error) for _, error in found):.1%}")
-    every = list(scores(measured(options.measured, every=options.every)))
+    every = list(scores(measured_rows(options.measured, every=options.every)))
     found, left_out = [row for row in every if row.steady], [row for row in every if not row.steady]
     print(table(found), "", table(left_out), "", summary(found, left_out), sep="\n")
     if options.page is not None:
         before, _, rest = options.page.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
-        options.page.write_text(f"{before}{BEGIN}\n{table(found)}\n\n{summary(found, left_out)}\n{END}{after}")
+        write_file(options.page, f"{before}{BEGIN}\n{table(found)}\n\n{summary(found, left_out)}\n{END}{after}")
 
 
 if __name__ == "__main__":

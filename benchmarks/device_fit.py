@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from records import kernel_rows
+
 from fourfold.cluster import cluster_named
+from fourfold.files import write_file
 from fourfold.oracle.prices.fitting import fit
 
 
-def written(data: dict[str, Any]) -> str:
+def preset_text(data: dict[str, Any]) -> str:
     """JSON with a line for each kind of kernel."""
     parts = [f' "source": {json.dumps(data["source"])}']
     for name in ("host_seconds", "least_seconds", "points"):
@@ -25,11 +28,12 @@ def written(data: dict[str, Any]) -> str:
 
 def main() -> None:
     raw, cluster, target = sys.argv[1:]
-    found, kind = json.loads(Path(raw).read_text()), cluster_named(cluster).device(0)
-    where = f"{found['device']} (torch {found['torch']}), {found['date']}"
-    source = f"{len(found['rows'])} kernels of the built-in networks timed on one {where}"
-    fitted = fit(found["rows"], rates=dict(kind.rates), bandwidth=kind.bandwidth)
-    Path(target).write_text(written({"source": f"{source}; {raw}, benchmarks/device_fit.py", **fitted}))
+    record, kind = json.loads(Path(raw).read_text()), cluster_named(cluster).device(0)
+    rows = kernel_rows(record)
+    where = f"{record['device']} (torch {record['torch']}), {record['date']}"
+    source = f"{len(record['rows'])} kernels of the built-in networks timed on one {where}"
+    fitted = fit(rows, rates=dict(kind.rates), bandwidth=kind.bandwidth)
+    write_file(Path(target), preset_text({"source": f"{source}; {raw}, benchmarks/device_fit.py", **fitted}))
 
 
 if __name__ == "__main__":

@@ -3,20 +3,21 @@
 Every distinct local kernel of several networks at several sizes runs by itself, forward and backward, in fp32, tf32 and bf16
 (autocast's dtypes). Seconds of the device and of the host are measured apart (`fourfold.calibrate.gpu_kernels`);
 `cudnn.benchmark` is on. Kernels come in a shuffled order, so that a run cut short by its time limit has some of every kind.
-`fit` in fourfold.oracle.prices.efficiency makes the shipped file of the rows; sizes are others than those of `device_steps.py`.
+`device_fit.py` makes the shipped file of the rows; sizes are others than those of `device_steps.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from records import kernel_table, write_record
 
 from fourfold.calibrate.gpu_kernels import DeviceKernel, queued
 from fourfold.calibrate.kernels import Sample, samples
@@ -43,7 +44,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 DEVICE = torch.device("cuda")
 
 
-def wanted() -> dict[tuple[str, str], Sample]:
+def kernels_to_time() -> dict[tuple[str, str], Sample]:
     """The kernels to time by precision and key; in fp32 only those that tf32 changes."""
     out: dict[tuple[str, str], Sample] = {}
     for name, arguments, batches in CASES:
@@ -85,7 +86,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     sys.setrecursionlimit(20000)
     end, rows, failed = time.monotonic() + 60 * options.minutes, [], {}
-    todo = wanted()
+    todo = kernels_to_time()
     print(f"{len(todo)} kernels on {torch.cuda.get_device_name()}", flush=True)
     for (precision, _), sample in todo.items():
         if time.monotonic() > end:
@@ -101,8 +102,8 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
-    with open(options.output, "w") as file:
-        json.dump({**about, "updates": updates(), "copy": copy_rate(), "rows": rows, "failed": failed}, file)
+    about |= {"updates": updates(), "copy": copy_rate(), "failed": failed}
+    write_record(Path(options.output), {**about, **kernel_table(rows)})
     print(len(rows), "rows,", len(failed), "failed", list(failed.items())[:5], flush=True)
 
 
@@ -110,13 +111,13 @@ def updates() -> dict[str, float]:
     """Bytes of parameters per second that each optimizer updates."""
     parameter = torch.zeros(64 * 2**20, device=DEVICE, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
-    made = {
+    optimizers = {
         "sgd": torch.optim.SGD([parameter], lr=0.01),
         "momentum": torch.optim.SGD([parameter], lr=0.01, momentum=0.9),
         "adamw": torch.optim.AdamW([parameter], lr=1e-3),
     }
     out = {}
-    for name, optimizer in made.items():
+    for name, optimizer in optimizers.items():
         optimizer.step()
         out[name] = 4 * parameter.numel() / min(queued(lambda _, o=optimizer: o.step())[0] for _ in range(5))
     return out

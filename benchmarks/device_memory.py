@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import RESULTS
 
+from fourfold.files import write_file
 from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
@@ -24,7 +26,7 @@ from fourfold.oracle.memory.peak import CUDA, memory
 from fourfold.plans import lower_plan, named
 from fourfold.plans.spec.placement import Placement
 
-MEASURED = Path(__file__).parent / "results" / "2026-11-15-h200-steps.json"
+MEASURED = RESULTS / "2026-11-15-h200-memory.json"
 GPU = Placement(hosts=(0,), devices=("gpu",))
 MEAN = 0.04
 BEGIN, END = "<!-- benchmarks/device_memory.py writes this -->", "<!-- until here -->"
@@ -37,10 +39,10 @@ def rows(measured: Path = MEASURED) -> Iterator[Row]:
     for row in json.loads(measured.read_text())["rows"]:
         known = json.dumps([row["model"], row["arguments"]])
         if known not in graphs:
-            graphs[known] = _captured(row["model"], row["arguments"])
+            graphs[known] = _graphs_of(row["model"], row["arguments"])
         graph = graphs[known][row["precision"]]
-        made = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
-        found = memory(made, GPU, optimizer="momentum", machine=CUDA)
+        lowered = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
+        found = memory(lowered, GPU, optimizer="momentum", machine=CUDA)
         peak, real = found.heaviest, row["bytes"]["peak"]
         yield {
             "model": row["model"],
@@ -53,7 +55,7 @@ def rows(measured: Path = MEASURED) -> Iterator[Row]:
         }
 
 
-def _captured(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:
+def _graphs_of(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:
     with torch.device("meta"):
         plain = capture(*MODELS[model](**arguments, batch=2))
     return {"tf32": plain, "bf16": under_autocast(plain)}
@@ -97,7 +99,7 @@ def main() -> None:
     if options.page is not None:
         before, _, rest = options.page.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
-        options.page.write_text(f"{before}{BEGIN}\n{table(found)}\n\n{summary(found)}\n{END}{after}")
+        write_file(options.page, f"{before}{BEGIN}\n{table(found)}\n\n{summary(found)}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+from records import write_record
 
 from fourfold.calibrate.gpu_kernels import DeviceKernel, queued, sum_seconds
 from fourfold.calibrate.kernels import samples
@@ -103,20 +104,20 @@ class Training:
         return {**out, "peak": max(out[f"{name}_peak"] for name in ("forward", "backward", "update"))}
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        kept: list[torch.Tensor] = []
-        yield "forward", lambda: kept.append(self.forward())
-        yield "backward", lambda: kept[0].backward()
+        losses: list[torch.Tensor] = []
+        yield "forward", lambda: losses.append(self.forward())
+        yield "backward", lambda: losses[0].backward()
         yield "update", self.optimizer.step
 
     def host(self) -> dict[str, float]:
-        """Seconds of the host for each part, asked for while the device sleeps (a queue that is full makes it wait)."""
+        """Seconds of the host for each part, host for while the device sleeps (a queue that is full makes it wait)."""
         self.optimizer.zero_grad(set_to_none=True)
         out = {"forward": queued(lambda _: self.forward(), least=0.1)[1]}
         out["backward"] = queued(lambda loss: loss.backward(), self.forward, least=0.1)[1]
         self.forward().backward()
         update = [queued(lambda _: self.optimizer.step(), least=0.01) for _ in range(5)]
-        seconds, asked = (statistics.median(found[k] for found in update) for k in (0, 1))
-        return {**out, "update_device": seconds, "update": asked}
+        seconds, host = (statistics.median(found[k] for found in update) for k in (0, 1))
+        return {**out, "update_device": seconds, "update": host}
 
     def profile(self) -> dict[str, Any]:
         """The device's kernels in one step: seconds in all, and of the heaviest by name."""
@@ -212,16 +213,15 @@ def main() -> None:
                     print(name, batch, precision, str(error)[:200], flush=True)
                     clean()
                     continue
-                told, middle = rows[-1], statistics.median(rows[-1]["steps"])
+                last, middle = rows[-1], statistics.median(rows[-1]["steps"])
                 print(
-                    f"{name} {batch} {precision}: {1e3 * middle:.2f} ms, {told['bytes']['peak'] / 2**30:.2f} GiB, "
-                    f"{len(told['kernels'])} kernels, failed {list(told['failed'].values())[:2]}, "
-                    f"device {told['profile']['seconds'] if isinstance(told['profile'], dict) else told['profile']}, "
+                    f"{name} {batch} {precision}: {1e3 * middle:.2f} ms, {last['bytes']['peak'] / 2**30:.2f} GiB, "
+                    f"{len(last['kernels'])} kernels, failed {list(last['failed'].values())[:2]}, "
+                    f"device {last['profile']['seconds'] if isinstance(last['profile'], dict) else last['profile']}, "
                     f"{time.monotonic() - begun:.1f} s",
                     flush=True,
                 )
-                with open(options.output, "w") as file:
-                    json.dump({**about, "rows": rows}, file)
+                write_record(Path(options.output), {**about, "rows": rows})
 
 
 if __name__ == "__main__":

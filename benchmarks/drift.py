@@ -1,4 +1,4 @@
-"""How far a machine strays: the same work on two processes at once, its median over four seconds, again and again.
+"""How much a machine varies: the same work on two processes at once, its median over four seconds, again and again.
 
 Prints, for each kind of work, the medians and half the distance between their tenth and their ninetieth hundredth, relative to
 the middle one: what a calibration of seconds cannot know about a run minutes later.
@@ -20,7 +20,7 @@ from fourfold.runtime.rank_pool import rank_pool
 WINDOW = 4.0  # seconds
 
 
-def works() -> dict[str, Callable[[], Any]]:
+def workloads() -> dict[str, Callable[[], Any]]:
     torch.manual_seed(0)
     matrix, image, weight = torch.randn(384, 384), torch.randn(8, 64, 32, 32), torch.randn(64, 64, 3, 3)
     large, small = torch.randn(8 * 2**20), torch.randn(64, 64)
@@ -32,9 +32,9 @@ def works() -> dict[str, Callable[[], Any]]:
     }
 
 
-def observed(seconds: float) -> dict[str, list[float]]:
+def window_medians(seconds: float) -> dict[str, list[float]]:
     """Medians of windows, by kind of work."""
-    kinds = works()
+    kinds = workloads()
     out: dict[str, list[float]] = {name: [] for name in kinds}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -54,10 +54,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     options = parser.parse_args()
     with rank_pool(2) as team:
-        found = team(observed, options.seconds)[0]
+        found = team(window_medians, options.seconds)[0]
     print(time.strftime("%Y-%m-%d %H:%M"), torch.__version__)
     for name, times in found.items():
-        print(f"{name}: strays by {drift(times):.1%}; ms: {' '.join(f'{1e3 * t:.1f}' for t in times)}")
+        print(f"{name}: varies by {drift(times):.1%}; ms: {' '.join(f'{1e3 * t:.1f}' for t in times)}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ ROWS = {
 }
 
 
-def measured(model: str, options: list[str]) -> dict[str, Any]:
+def run_train(model: str, options: list[str]) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
@@ -59,8 +59,8 @@ def measured(model: str, options: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{model} {' '.join(options)}: {done.stderr.strip()}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def main() -> None:
@@ -73,8 +73,8 @@ def main() -> None:
     for model in MODELS if options.models == "all" else [options.models]:
         plain = None
         for name, flags in ROWS.items():
-            found = measured(model, flags)
-            peaks = found["peak_bytes"]
+            result = run_train(model, flags)
+            peaks = result["peak_bytes"]
             plain = plain or max(peaks)
             rows.append(
                 {

@@ -23,6 +23,7 @@ from typing import Any
 from contest import write
 
 from fourfold.errors import Infeasible
+from fourfold.files import write_file
 from fourfold.oracle.memory.peak import memory
 from fourfold.plans import Options, lower_plan
 from fourfold.plans.spec.placement import Placement
@@ -82,25 +83,25 @@ def _wanted(model: str, way: str, count: int, only: Sequence[str]) -> bool:
     return not only or any(set(text.split("/")) <= {model, way, str(count)} for text in only)
 
 
-def _of_model(model: str, seen: Workload, ways: Sequence[str], ranks: Ranks) -> Iterator[Row]:
+def _of_model(model: str, workload: Workload, ways: Sequence[str], ranks: Ranks) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         data = Path(folder, "data.pt")
-        save_data(seen.case, data)
+        save_data(workload.case, data)
         for way in ways:
             about: Row = {"model": model, "strategy": way, "ranks": ranks.count}
             try:
-                found = list(_compared(seen, way, str(data), ranks))
+                found = list(_peaks(workload, way, str(data), ranks))
             except Infeasible as reason:
                 yield {**about, "refused": str(reason)}
                 continue
             yield from ({**about, **row} for row in found)
 
 
-def _compared(seen: Workload, way: str, data: str, ranks: Ranks) -> Iterator[Row]:
+def _peaks(workload: Workload, way: str, data: str, ranks: Ranks) -> Iterator[Row]:
     strategy, options = WAYS[way]
-    plan = seen.plan(strategy, ranks=ranks.count, options=Options(**options))
-    found = memory(lower_plan(seen.graph, plan), Placement.one_host(ranks.count), optimizer=OPTIMIZER)
-    task = ComparisonRun(graph=seen.graph, plan=plan, data=data, precision="fp32", optimizer=OPTIMIZER)
+    plan = workload.plan(strategy, ranks=ranks.count, options=Options(**options))
+    found = memory(lower_plan(workload.graph, plan), Placement.one_host(ranks.count), optimizer=OPTIMIZER)
+    task = ComparisonRun(graph=workload.graph, plan=plan, data=data, precision="fp32", optimizer=OPTIMIZER)
     ranks(begin, task, 0)
     for rank, real in enumerate(measured.peak_bytes for measured in ranks(afterwards)):
         peak = found.of(rank)
@@ -159,7 +160,7 @@ BEGIN, END = "<!-- benchmarks/memory_accuracy.py writes this -->", "<!-- until h
 def rewrite(page: Path, found: Sequence[Row]) -> None:
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(found)}\n\n{summary(found)}\n{END}{after}")
+    write_file(page, f"{before}{BEGIN}\n{table(found)}\n\n{summary(found)}\n{END}{after}")
 
 
 def main() -> None:
@@ -175,7 +176,8 @@ def main() -> None:
     print(table(found), "", summary(found), sep="\n")
     day = datetime.date.today().isoformat()
     whole = str(Path(__file__).parent / "results" / f"{day}-memory-accuracy.json")
-    write(options.output or (None if options.only else whole), METHOD, found)
+    rows_to_keep = [{key: value for key, value in row.items() if key != "at"} for row in found]
+    write(options.output or (None if options.only else whole), METHOD, rows_to_keep)
     if options.page is not None:
         rewrite(options.page, found)
 

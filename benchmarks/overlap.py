@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import Times, compared, example, taken_turns, write
+from contest import Times, comparison, example, interleaved, write
 
 from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named
@@ -31,10 +31,10 @@ from fourfold.runs.parallel import Parallel, parallelize
 from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
-    "two network namespaces joined by tc tbf at the rate given, one rank and one stage each, one thread; steps of both "
+    "two network namespaces joined by tc tbf at the rate batch, one rank and one stage each, one thread; steps of both "
     "schedules (forward and backward, no update) alternate, barrier before and after; medians. The replay takes the median "
     "forward and backward of a stage and micro-batch from recorded steps, and the time a receiver waits for the boundary "
-    "tensor while its sender computes on (also given: with an idle sender)"
+    "tensor while its sender computes on (also batch: with an idle sender)"
 )
 MODEL, ARGUMENTS = "vgg16-cifar", {"batch": 64}
 MICROBATCHES = 8
@@ -42,21 +42,21 @@ SCHEDULES = {"1f1b-sno": "blocking", "1f1b-so": "overlapped"}
 RECORDED = 3  # steps
 
 
-def planned() -> Plan:
+def build_plan() -> Plan:
     model, inputs, targets, loss = example(MODEL, ARGUMENTS)
     options = Options(microbatches=MICROBATCHES, stages=2)
     plan = named("pipeline", capture(model, inputs, targets, loss), ranks=2, batch=ARGUMENTS["batch"], options=options)
     return with_signature(plan, inputs, targets)
 
 
-def bound(plan: Plan, schedule: str) -> tuple[Parallel, tuple[Any, ...]]:
+def bind(plan: Plan, schedule: str) -> tuple[Parallel, tuple[Any, ...]]:
     model, inputs, targets, loss = example(MODEL, ARGUMENTS)
     return parallelize(model, replace(plan, schedule=schedule), loss=loss), (*inputs, *targets)
 
 
-def stage_seconds(run: Parallel, given: tuple[Any, ...]) -> dict[str, list[float]]:
+def stage_seconds(run: Parallel, batch: tuple[Any, ...]) -> dict[str, list[float]]:
     """The median forward and backward of a micro-batch on each stage."""
-    events = [e for _ in range(RECORDED) for e in run.timeline(*given).events]
+    events = [e for _ in range(RECORDED) for e in run.timeline(*batch).events]
     return {
         kind: [statistics.median(e.seconds for e in events if e.kind == kind and e.rank == rank) for rank in (0, 1)]
         for kind in ("F", "B")
@@ -93,10 +93,10 @@ def work(rounds: int) -> None:
     """One host's part; rank 0 prints the figures."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    plan = planned()
-    runs = {schedule: bound(plan, schedule) for schedule in SCHEDULES}
-    steps = {key: (lambda run=run, given=given: run.forward_backward(*given)) for key, (run, given) in runs.items()}
-    times: Times = taken_turns(steps, rounds, {})
+    plan = build_plan()
+    runs = {schedule: bind(plan, schedule) for schedule in SCHEDULES}
+    steps = {key: (lambda run=run, batch=batch: run.forward_backward(*batch)) for key, (run, batch) in runs.items()}
+    times: Times = interleaved(steps, rounds, {})
     seconds = stage_seconds(*runs["1f1b-so"])
     transfer, idle = (transfer_seconds(runs["1f1b-so"][0], busy=busy) for busy in (True, False))
     if dist.get_rank() == 0:
@@ -112,7 +112,7 @@ def row(rate: str, found: dict[str, Any]) -> dict[str, Any]:
         )
         for schedule, transfers in SCHEDULES.items()
     }
-    result = compared(found["times"], peer="1f1b-sno", ours="1f1b-so")
+    result = comparison(found["times"], peer="1f1b-sno", ours="1f1b-so")
     return {
         "rate": rate,
         "model": MODEL,
@@ -137,8 +137,8 @@ def main() -> None:
     rows = []
     for rate in options.rates.split(","):
         with hosts(count=2, rate=rate) as run:
-            said = run([sys.executable, str(Path(__file__)), "--worker", "--rounds", str(options.rounds)], timeout=900)
-        rows.append(row(rate, json.loads(said[0].strip().splitlines()[-1])))
+            outputs = run([sys.executable, str(Path(__file__)), "--worker", "--rounds", str(options.rounds)], timeout=900)
+        rows.append(row(rate, json.loads(outputs[0].strip().splitlines()[-1])))
         last, sr = rows[-1], rows[-1]["transfer"]
         print(
             f"{rate}: 1f1b-sno {last['peer_seconds'] * 1e3:.0f} ms, 1f1b-so {last['ours_seconds'] * 1e3:.0f} ms, "

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from records import RESULTS, write_record
+
 from fourfold.api.settings import freeze_gc, setting_of
 from fourfold.planner import SearchTask, search
 from fourfold.planner.search import replay_plan
 from fourfold.planner.splits.split_search import SplitPlan, SplitSearch
 from fourfold.workload.workload import load_workload
 
-FOLDER = Path(__file__).parent / "results"
 TIMES = 3
 
 
@@ -64,10 +65,10 @@ CLUSTERS = (("ethernet-1g", 4), ("ethernet-10g-gpu", 8), ("ethernet-25g-gpu", 16
 
 
 def task_of(model: str, cluster: str, devices: int, batch: int) -> SearchTask:
-    seen = load_workload(model, batch=batch, data=False)
-    asked = setting_of(cluster, devices)
+    workload = load_workload(model, batch=batch, data=False)
+    chosen = setting_of(cluster, devices)
     freeze_gc()
-    return SearchTask(graph=seen.graph, batch=batch, setting=asked)
+    return SearchTask(graph=workload.graph, batch=batch, setting=chosen)
 
 
 def searches() -> Iterator[dict[str, object]]:
@@ -117,10 +118,10 @@ def splits() -> Iterator[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("searches", "splits"))
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-planner.json")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS / f"{time.strftime('%Y-%m-%d')}-planner.json")
     options = parser.parse_args()
     data = json.loads(options.output.read_text()) if options.output.is_file() else {}
-    data |= {"date": time.strftime("%Y-%m-%d %H:%M"), "method": __doc__, "cores": os.cpu_count()}
+    data |= {"date": time.strftime("%Y-%m-%d %H:%M"), "method": " ".join(__doc__.split()), "cores": os.cpu_count()}
     if options.only != "splits":
         data["searches"] = list(searches())
     if options.only != "searches":
@@ -133,7 +134,7 @@ def main() -> None:
             f"{statistics.mean(ratios):.3f} of the best's time on average, {max(ratios):.3f} at most; "
             f"the best is among the first three in {within}"
         )
-    options.output.write_text(json.dumps(data, indent=1))
+    write_record(options.output, data)
 
 
 if __name__ == "__main__":

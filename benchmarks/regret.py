@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accuracy import MODELS, OPTIMIZER, calibrate, parser, say
+from records import write_record
 from scipy.stats import binom
 
 from fourfold.calibrate.measured_prices import timing
 from fourfold.cluster import load_cluster
+from fourfold.files import write_file
 from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import SearchTask, search
@@ -43,7 +45,6 @@ RIVALS = 3
 TURNS = 15
 SECONDS = 60.0  # a duel lasts about so long at most, a look at one plan a sixth
 LEAST = 3
-FOLDER = Path(__file__).parent / "results"
 
 
 @dataclass
@@ -88,8 +89,8 @@ class Match:
         return max((self.against(rival)[0] - 1 for rival in self.rivals), default=0.0)
 
     @property
-    def held(self) -> bool:
-        """Within 5 % of every rival, or not to be told from it."""
+    def within_limit(self) -> bool:
+        """Within 5 % of every rival, or its interval reaches 1."""
         return all(middle <= 1.05 or low <= 1.0 for middle, low, _ in map(self.against, self.rivals))
 
     def line(self) -> str:
@@ -98,13 +99,13 @@ class Match:
         took = statistics.median(chosen.duel)
         return (
             f"{self.place:8} {self.model:12} {self.same or chosen.about:28} predicted {1e3 * chosen.predicted:7.1f} "
-            f"measured {1e3 * took:7.1f} ms, over {rivals}: {'held' if self.held else 'NOT HELD'}"
+            f"measured {1e3 * took:7.1f} ms, over {rivals}: {'held' if self.within_limit else 'NOT HELD'}"
         )
 
 
 def table(found: list[Match]) -> str:
     """For a page: the chosen plan's time over the best named strategy's."""
-    head = ("where", "model", "chosen", "step", "best named", "chosen over it (95 %)", "over data, seen once")
+    head = ("where", "model", "chosen", "step", "best named", "chosen over it (95 %)", "over data, workload once")
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for m in found:
         chosen, best = m.of(CHOSEN), max(m.rivals, key=lambda r: m.against(r)[0])
@@ -129,14 +130,14 @@ def choose(place: str, model: str, cluster_file: Path, folder: Path) -> Match:
     text, batch = MODELS[model]
     cluster = load_cluster(cluster_file)
     with ranks_of(place) as team:
-        seen = load_workload(text, batch=batch)
+        workload = load_workload(text, batch=batch)
         setting = Setting(prices=Prices(cluster=cluster), optimizer=OPTIMIZER)
         timed = timing(cluster, team, "fp32")
-        found = search(SearchTask(graph=seen.graph, batch=batch, setting=setting, measure=timed))
+        found = search(SearchTask(graph=workload.graph, batch=batch, setting=setting, measure=timed))
     assert found.best is not None
     match = Match(place=place, model=model, searched=found.seconds)
     for candidate in found.candidates:
-        plan = seen.adopted(candidate.plan)
+        plan = workload.adopted(candidate.plan)
         exact = not (plan.microbatches > 1 and plan.notes)
         name = CHOSEN if candidate is found.best else plan.strategy
         if name == "auto":
@@ -153,9 +154,9 @@ def choose(place: str, model: str, cluster_file: Path, folder: Path) -> Match:
 def screen(match: Match, folder: Path) -> None:
     """A few steps of every plan, one after the other."""
     with ranks_of(match.place) as team:
-        seen = prepared(match)
+        workload = workload_of(match)
         for contender in match.contenders:
-            entered(contender, seen, team, folder, NOW)
+            start_plan(contender, workload, team, folder, NOW)
             steps = max(LEAST - 1, min(SCREENED, round(SECONDS / 6 / contender.predicted)))
             contender.screened = [max(s for _, s in team(one_step, k, NOW)) for k in range(1 + steps)][1:]
             say(
@@ -168,9 +169,9 @@ def duel(match: Match, folder: Path) -> None:
     """The chosen plan and its rivals in turn."""
     some = [match.of(CHOSEN), *match.rivals]
     with ranks_of(match.place) as team:
-        seen = prepared(match)
+        workload = workload_of(match)
         for contender in some:
-            entered(contender, seen, team, folder, contender.name)
+            start_plan(contender, workload, team, folder, contender.name)
         together = sum(statistics.median(c.screened) for c in some)
         turns = max(LEAST, min(TURNS, round(SECONDS / together)))
         for turn in range(1 + turns):
@@ -181,14 +182,14 @@ def duel(match: Match, folder: Path) -> None:
     say(match.line())
 
 
-def prepared(match: Match) -> Workload:
+def workload_of(match: Match) -> Workload:
     text, batch = MODELS[match.model]
     return load_workload(text, batch=batch)
 
 
-def entered(contender: Contender, seen: Workload, team: Ranks | TorchrunRanks, folder: Path, name: str) -> None:
+def start_plan(contender: Contender, workload: Workload, team: Ranks | TorchrunRanks, folder: Path, name: str) -> None:
     plan = load_plan(folder / f"{contender.name.replace(':', ' ')}.json")
-    start(seen, plan, team, optimizer=OPTIMIZER, name=name)
+    start(workload, plan, team, optimizer=OPTIMIZER, name=name)
 
 
 def ranks_of(place: str) -> Ranks | TorchrunRanks:
@@ -223,20 +224,20 @@ def keep(match: Match, output: Path) -> None:
     """Add a match to the results, in the place of an earlier one."""
     kept = json.loads(output.read_text())["matches"] if output.is_file() else []
     rest = [m for m in kept if (m["place"], m["model"]) != (match.place, match.model)]
-    data = {"date": time.strftime("%Y-%m-%d %H:%M"), "method": __doc__, "matches": [*rest, asdict(match)]}
-    output.write_text(json.dumps(data, indent=1))
+    data = {"date": time.strftime("%Y-%m-%d %H:%M"), "method": " ".join(__doc__.split()), "matches": [*rest, asdict(match)]}
+    write_record(output, data)
 
 
 def read(path: Path) -> Match:
-    return made(json.loads(path.read_text()))
+    return match_of(json.loads(path.read_text()))
 
 
-def made(data: dict[str, object]) -> Match:
+def match_of(data: dict[str, object]) -> Match:
     contenders = [Contender(**c) for c in data.pop("contenders")]  # type: ignore[attr-defined]
     return Match(**data, contenders=contenders)  # type: ignore[arg-type]
 
 
-def do(options: argparse.Namespace) -> None:
+def run_job(options: argparse.Namespace) -> None:
     (place,), folder = options.place, options.folder
     cluster, file = folder / "cluster.toml", folder / "match.json"
     if options.job == "calibrate":
@@ -248,24 +249,24 @@ def do(options: argparse.Namespace) -> None:
         match = read(file)
         {"screen": screen, "duel": duel}[options.job](match, folder)
     if is_leader():
-        file.write_text(json.dumps(asdict(match)))
+        write_file(file, json.dumps(asdict(match)))
 
 
 def main() -> None:
-    asked = parser(__doc__, PLACES, "regret")
-    asked.add_argument("--calibrated", type=Path, help="a calibration of the place, taken before")
-    asked.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = asked.parse_args()
+    arguments = parser(__doc__, PLACES, "regret")
+    arguments.add_argument("--calibrated", type=Path, help="a calibration of the place, taken before")
+    arguments.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.job:
-        do(options)
+        run_job(options)
         return
     for place in options.place or PLACES:
         matches(place, options.only or list(NAMES), options.calibrated, options.output)
-    found = [made(m) for m in json.loads(options.output.read_text())["matches"]]
+    found = [match_of(m) for m in json.loads(options.output.read_text())["matches"]]
     for match in found:
         print(match.line())
     print(table(found))
-    print(f"{sum(m.held for m in found)} of {len(found)} held; largest regret {max(m.regret for m in found):.1%}")
+    print(f"{sum(m.within_limit for m in found)} of {len(found)} held; largest regret {max(m.regret for m in found):.1%}")
 
 
 if __name__ == "__main__":

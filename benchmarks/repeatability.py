@@ -1,25 +1,25 @@
 """Two calibrations in a row: how far their entries lie apart, and the steps predicted from them.
 
-Each calibration measures rates, collectives and the kernels of every plan anew; the second knows of the first the pace it was
-told at, as every later one on a machine does. An entry is one number of the cluster's file (a rate, a time of a collective at a
-size) or one kernel's time.
+Each calibration measures rates, collectives and the kernels of every plan anew; the second keeps the first's reference speed,
+as every later one on a machine does. An entry is one number of the cluster's file (a rate, a time of a collective at a size) or
+one kernel's time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 
-from accuracy import FOLDER, MODELS, PLACES, made, predicted
+from accuracy import MODELS, PLACES, build_plan, predict_rows
+from records import RESULTS, write_record
 
 from fourfold.calibrate.calibration import calibrated
 from fourfold.calibrate.collectives import FULL, Effort
@@ -46,34 +46,34 @@ def entries(cluster: Cluster) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The pace a calibration is told at, its entries, kernel times, and the steps predicted."""
+class Outcome:
+    """A calibration: its reference speed, its entries, kernel times, and the steps predicted."""
 
-    pace: float
+    reference: float
     entries: dict[str, float]
     kernels: dict[str, float]
     steps: dict[str, float]
 
 
-def once(place: str, models: list[str], effort: Effort) -> Found:
+def once(place: str, models: list[str], effort: Effort) -> Outcome:
     """One calibration on ranks of its own, with the kernels of all plans."""
     shutil.rmtree(cache_folder() / "kernels", ignore_errors=True)
     with rank_pool(int(place)) as team:
         seen = {model: load_workload(text, batch=batch) for model, (text, batch) in MODELS.items() if model in models}
-        plans = [lower_plan(one.graph, made(place, plan, one, team)) for one, plan in product(seen.values(), PLANS)]
+        plans = [lower_plan(one.graph, build_plan(place, plan, one, team)) for one, plan in product(seen.values(), PLANS)]
         wanted = samples_of(plans, {})
         for progress in calibrated(team, effort=effort, kernels=list(wanted.values())):
             print(f"  {progress.done} of {progress.of}: {progress.next:60}", end="\r", file=sys.stderr, flush=True)
         add_kernels(here(progress.cluster).measured.kernels, progress.kernels)
         steps: dict[str, float] = {}
         for model, one in seen.items():
-            rows = predicted(place, model, list(PLANS), one, progress.cluster, team)
+            rows = predict_rows(place, model, list(PLANS), one, progress.cluster, team)
             steps |= {f"{model} {row.plan}": row.predicted for row in rows}
     kernels = {key: t.busy * (t.forward + (t.backward or 0.0)) for key, t in progress.kernels.items()}
-    return Found(progress.cluster.kinds[0].pace, entries(progress.cluster), kernels, steps)
+    return Outcome(progress.cluster.kinds[0].pace, entries(progress.cluster), kernels, steps)
 
 
-def apart(one: dict[str, float], other: dict[str, float]) -> list[float]:
+def distances(one: dict[str, float], other: dict[str, float]) -> list[float]:
     """Relative distances, entry by entry."""
     return sorted(abs(one[key] - other[key]) / min(one[key], other[key]) for key in one)
 
@@ -90,12 +90,22 @@ def say(name: str, limit: float, distances: list[float]) -> None:
         )
 
 
-def compare(before: Found, after: Found) -> None:
-    entries, kernels = apart(before.entries, after.entries), apart(before.kernels, after.kernels)
+def compare(before: Outcome, after: Outcome) -> None:
+    entries, kernels = distances(before.entries, after.entries), distances(before.kernels, after.kernels)
     say("collectives and rates", 0.1, entries)
     say("kernels", 0.1, kernels)
     say("all entries", 0.1, sorted(entries + kernels))
-    say("predicted steps", 0.03, apart(before.steps, after.steps))
+    say("predicted steps", 0.03, distances(before.steps, after.steps))
+
+
+def record(found: list[Outcome]) -> dict[str, object]:
+    """A row for each entry, with its value of every calibration."""
+    rows = [
+        [kind, name, *(getattr(one, kind)[name] for one in found)]
+        for kind in ("entries", "kernels", "steps")
+        for name in getattr(found[0], kind)
+    ]
+    return {"date": time.strftime("%Y-%m-%d %H:%M"), "speed": [one.reference for one in found], "rows": rows}
 
 
 def main() -> None:
@@ -104,7 +114,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=FULL.rounds)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS), help="none: collectives alone")
-    parser.add_argument("-o", "--output", type=Path, default=FOLDER / f"{time.strftime('%Y-%m-%d')}-repeatability.json")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS / f"{time.strftime('%Y-%m-%d')}-repeatability.json")
     options = parser.parse_args()
     place = str(options.ranks)
     assert place in PLACES, f"plans are known for {', '.join(PLACES)} ranks"
@@ -113,9 +123,9 @@ def main() -> None:
         os.environ["FOURFOLD_CACHE"] = folder
         found = [once(place, options.models, effort) for _ in range(options.times)]
     for before, after in pairwise(found):
-        print(f"told at a pace of {before.pace * 1e3:.2f} ms and of {after.pace * 1e3:.2f} ms:")
+        print(f"reference speeds {before.reference * 1e3:.2f} ms and {after.reference * 1e3:.2f} ms:")
         compare(before, after)
-    options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d %H:%M"), "found": [asdict(one) for one in found]}))
+    write_record(options.output, record(found))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from records import RESULTS, write_record
+
 from fourfold.cli.reproduce import PAPERS
+from fourfold.files import write_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "reproduce"
-RECORDS = Path(__file__).parent / "results" / "reproduce"
+RECORDS = RESULTS / "reproduce"
 MARKERS = "<!-- reproduced -->", "<!-- end of reproduced -->"
 NOT_PRINTED = {"recomputed": " (recomputed)", "remembered": " (from memory)"}
 SOURCES = (
@@ -34,7 +37,7 @@ def main() -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     codes = [] if options.summary_only else [rerun(paper) for paper in options.papers or PAPERS]
     readme = ROOT / "README.md"
-    readme.write_text(with_summary(readme.read_text()))
+    write_file(readme, with_summary(readme.read_text()))
     sys.exit(max(codes, default=0))
 
 
@@ -46,7 +49,7 @@ def rerun(paper: str) -> int:
         record = json.loads(page.with_suffix(".json").read_text())
         kept = {**record, "date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - begun)}
         kept.pop("file")
-        (RECORDS / f"{paper}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        write_record(RECORDS / f"{paper}.json", kept)
     return code
 
 

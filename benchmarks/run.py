@@ -1,4 +1,5 @@
-"""All benchmarks, their raw results written beside this file with the date: run on a machine that does nothing else."""
+"""The comparisons with other libraries, their results written beside this file with the date: run on a machine that does
+nothing else."""
 
 from __future__ import annotations
 

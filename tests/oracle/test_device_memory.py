@@ -20,7 +20,7 @@ from fourfold.oracle.memory.peak import memory
 from fourfold.plans import lower_plan, named
 from fourfold.plans.spec.placement import Placement
 
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/2026-11-15-h200-steps.json").read_text())["rows"]
+MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/2026-11-15-h200-memory.json").read_text())["rows"]
 MEAN, UNDER = 0.04, 0.03
 GPU = Placement(hosts=(0,), devices=("gpu",))
 

@@ -64,10 +64,12 @@ def test_the_deepest_is_found_by_halving() -> None:
 
 
 def test_the_accuracy_that_is_shipped_is_what_was_measured() -> None:
-    from accuracy import FOLDER, Row
+    from accuracy import Row
+    from records import RESULTS
 
-    kept = paradl.shipped_efficiency()
-    raw = [Row(**row) for path in sorted(FOLDER.glob("*-accuracy-[2h4]*.json")) for row in json.loads(path.read_text())["rows"]]
+    kept = paradl.shipped_accuracy()
+    paths = [path for path in RESULTS.glob("*-accuracy.json") if "memory" not in path.name]
+    raw = [Row(**row) for path in paths for row in json.loads(path.read_text())["rows"]]
     known = {(r.place, r.model, r.plan, round(r.predicted, 6), round(r.measured, 6)) for r in raw}
     assert len(kept["rows"]) > 100 and {tuple(row) for row in kept["rows"]} <= known
 

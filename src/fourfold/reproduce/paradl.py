@@ -262,13 +262,13 @@ def _limits() -> tuple[Table, list[Expectation]]:
     ), expected
 
 
-def shipped_efficiency() -> dict[str, Any]:
+def shipped_accuracy() -> dict[str, Any]:
     """What `make accuracy` last gave: rows of place, model, plan, seconds predicted and measured; and when."""
     return dict(json.loads(files("fourfold.reproduce").joinpath("accuracy.json").read_text("utf-8")))
 
 
 def _accuracy() -> tuple[Table, list[Expectation]]:
-    kept = shipped_efficiency()
+    kept = shipped_accuracy()
     rows = [(plan, 100 * (1 - abs(predicted - measured) / measured)) for _, _, plan, predicted, measured in kept["rows"]]
     shown = []
     for strategy in dict.fromkeys(_as_paradl(plan) for plan, _ in rows):
