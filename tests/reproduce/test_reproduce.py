@@ -38,7 +38,7 @@ def test_a_width_saves_what_it_was_sought_for() -> None:
     """The width put back into the network: the classifier's share of its weights, sharded, is what was asked for."""
     width = splitbrain.width_saving(0.67, 8)
     assert width is not None and splitbrain.width_saving(0.67, 2) is None
-    wide = splitbrain.workload(f"vgg16-cifar,width={round(width)}", batch=2, data=False).graph
+    wide = splitbrain.load_workload(f"vgg16-cifar,width={round(width)}", batch=2, data=False).graph
     assert splitbrain.classifier_share(wide) * (1 - 1 / 8) == pytest.approx(0.67, abs=1e-3)
 
 

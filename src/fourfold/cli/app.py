@@ -184,9 +184,9 @@ def verify(
             verdict = compare(seen, made, team, reference=reference, precision=precision, measured=True, say=say)
     if verdict is None:
         return 0
-    record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=said)
+    record = verify_record(verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, prediction=said)
     write_record(record, record_file)
-    voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=said))
+    voice.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, prediction=said))
     return 0 if verdict.equal else 1
 
 
@@ -251,7 +251,7 @@ def train(
                 told=told,
             )
     file = write_timelines(said, history.timeline, made, trace) if trace is not None else None
-    record = train_record(history, made, model=model, precision=precision, optimizer=optimizer, foretold=said, trace=file)
+    record = train_record(history, made, model=model, precision=precision, optimizer=optimizer, prediction=said, trace=file)
     write_record(record, record_file)
     voice.answer(record, lambda: history_text(history, said))
     if history.bad_step is None or allow_nan:

@@ -1,4 +1,4 @@
-"""What the oracle says of one plan, for scripts and for a terminal: the step and its terms, the peak, where times come from."""
+"""The predicted cost of one plan, for scripts and for a terminal: the step's terms, the peak, where kernel times come from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ from rich.text import Text
 from fourfold.cluster import Cluster
 from fourfold.cluster.local import ASSUMED
 from fourfold.oracle.cost_summary import CostSummary, Setting
+from fourfold.oracle.time.items import Category
 from fourfold.report.text import _table
 from fourfold.units import bytes_text, seconds_text
 
 BAR = 30  # columns of a whole step
-SEEN = 0.0005  # of the step: what rounds to 0.0 % has no line
-KNOWN = {"measured": "measured", "fitted": "by fitted curves", "roofline": "by the roofline"}
+LEAST_SHOWN = 0.0005  # of the step: terms that round to 0.0 % are left out
+TERM_WORDS: dict[Category, str] = {
+    "compute": "compute",
+    "gradient_exchange": "gradient exchange",
+    "layer_exchange": "activation exchange",
+    "halo": "halo exchange",
+    "pipeline": "waiting for other stages",
+    "update": "weight update",
+    "other": "other",
+}
+"""The terms of a step for people, on the terminal and on the page."""
+KNOWN = {"measured": "measured", "fitted": "from fitted curves", "roofline": "from the roofline model"}
 
 
 def cost_record(figures: CostSummary | None) -> dict[str, Any]:
@@ -51,14 +62,14 @@ def cost_text(figures: CostSummary, setting: Setting) -> RenderableType:
     step = figures.step_seconds
     table = _table("predicted", "time>", "share>", "")
     for term, seconds in figures.breakdown.items():
-        if seconds >= SEEN * step:
+        if seconds >= LEAST_SHOWN * step:
             bar = ProgressBar(total=step, completed=seconds, width=BAR)
-            table.add_row(term.replace("_", " "), seconds_text(seconds), f"{seconds / step:.1%}", bar)
+            table.add_row(TERM_WORDS[term], seconds_text(seconds), f"{seconds / step:.1%}", bar)
     table.add_section()
     between = " to ".join(seconds_text(end) for end in figures.interval or ())
     table.add_row("a step", seconds_text(step), "", between)
     share = f"{figures.peak_bytes / figures.capacity_bytes:.1%}"
-    table.add_row("peak of a rank", bytes_text(figures.peak_bytes), share, f"of {bytes_text(figures.capacity_bytes)}")
+    table.add_row("peak memory of a rank", bytes_text(figures.peak_bytes), share, f"of {bytes_text(figures.capacity_bytes)}")
     return Group(Text(f"On {setting_words(setting)}"), table, *map(Text, _known(figures)))
 
 
@@ -69,7 +80,7 @@ def setting_words(setting: Setting) -> str:
 
 
 def _known(figures: CostSummary) -> list[str]:
-    return [f"Kernels {known_text(figures)}."] if figures.known_from else []
+    return [f"Kernel times: {known_text(figures)}."] if figures.known_from else []
 
 
 def known_text(figures: CostSummary) -> str:
@@ -77,11 +88,11 @@ def known_text(figures: CostSummary) -> str:
     shares = {source: share for source, share in figures.known_from.items() if round(share, 2)}
     if len(shares) == 1:
         return KNOWN[next(iter(shares))]
-    return ", ".join(f"{share:.0%} {KNOWN[source]}" for source, share in shares.items()) or "take no time"
+    return ", ".join(f"{share:.0%} {KNOWN[source]}" for source, share in shares.items()) or "none"
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """`abci (64 v100 on 16 nodes)`; a machine nobody measured says so."""
+    """`abci (64 v100 on 16 nodes)`; "assumed" for a machine that was not calibrated."""
     runs = [f"{len(ranks)} {kind.name}" for kind, ranks in cluster.runs_in_use()]
     nodes = cluster.node(cluster.size - 1) + 1
     words = f", {ASSUMED}" if assumed(cluster) else ""

@@ -14,7 +14,7 @@ from fourfold.planner import Candidate, Ranking
 from fourfold.planner.search import alike
 from fourfold.planner.what_if import Answer, Point, WhatIfGrid
 from fourfold.plans.lists.lowered_plan import LoweredStage
-from fourfold.report.costs import setting_words
+from fourfold.report.costs import TERM_WORDS, setting_words
 from fourfold.report.ranking import plan_name
 from fourfold.report.runs import Run
 from fourfold.report.stages import options_text, ranks_text
@@ -39,6 +39,7 @@ def page(
     """The page of a search. `chosen`: the plan it is about, if not the best; `runs`: what `train` and `verify` measured."""
     data = {
         "model": model,
+        "terms": TERM_WORDS,
         "where": setting_words(ranking.task.setting),
         "devices": ranking.task.devices,
         "batch": ranking.task.batch,
@@ -58,10 +59,10 @@ def assembled(data: Mapping[str, Any]) -> str:
     """The page with its data, style and script inside."""
     room = files("fourfold.report.page")
     parts = {name: room.joinpath(f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    told = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
     out = parts["html"]
-    for name, text in (("css", parts["css"]), ("js", parts["js"]), ("data", told)):
-        out = out.replace(f"/*{name}*/", text, 1)
+    for name, part in (("css", parts["css"]), ("js", parts["js"]), ("data", text)):
+        out = out.replace(f"/*{name}*/", part, 1)
     return out
 
 
