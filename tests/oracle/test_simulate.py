@@ -146,7 +146,7 @@ def test_assumed_rates_beside_measured_ones_are_told() -> None:
     assert scaling_record(asked, [], setting(2), model="", trace=None)["assumed_devices"] == [1]
     out = io.StringIO()
     Console(file=out).print(scaling_text(asked, [], setting(2), model="", trace=None))
-    assert "Assumed, not calibrated, with 1 in use" in out.getvalue()
+    assert "Rates of 1 devices are assumed, not calibrated" in out.getvalue()
 
 
 def test_a_terminal_without_blocks_gets_digits() -> None:

@@ -172,10 +172,10 @@ def verify(
         return 0
     verdict, made, prediction = result.verdict, result.plan, result.prediction
     record = verify_record(
-        verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, foretold=prediction
+        verdict, made, model=model, precision=precision, optimizer=optimizer, steps=steps, prediction=prediction
     )
     write_record(record, record_file)
-    console.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, foretold=prediction))
+    console.answer(record, lambda: verdict_text(verdict, made, model=model, precision=precision, prediction=prediction))
     return 0 if verdict.equal else 1
 
 
@@ -241,7 +241,7 @@ def train(
     if not console.silent:
         file = write_timelines(prediction, history.timeline, made, trace) if trace is not None else None
         record = train_record(
-            history, made, model=model, precision=precision, optimizer=optimizer, foretold=prediction, trace=file
+            history, made, model=model, precision=precision, optimizer=optimizer, prediction=prediction, trace=file
         )
         write_record(record, record_file)
         console.answer(record, lambda: history_text(history, prediction))

@@ -17,7 +17,7 @@ GIGA, TERA = 1e9, 1e12
 
 def clusters_text(clusters: Iterable[Cluster]) -> RenderableType:
     """`clusters`: what is built in."""
-    table = _table("cluster", "devices>", "a node>", "device", "memory>", "fp32 TFLOP/s>", "links, GB/s each way")
+    table = _table("cluster", "devices>", "per node>", "device", "memory>", "fp32 TFLOP/s>", "links, GB/s each way")
     for cluster in clusters:
         kinds = [(run, kind) for run in cluster.nodes for kind in cluster.kinds if kind.name == run.device]
         for row, (run, kind) in enumerate(kinds):
@@ -38,7 +38,7 @@ def cluster_text(cluster: Cluster) -> RenderableType:
     head = f"{cluster.name}: {cluster.about}" if cluster.about else cluster.name
     size = f"{_count(cluster.capacity, 'device')} on {_count(cluster.node_count, 'node')}"
     curves = len(cluster.measured.curves)
-    measured = f"{curves} measured curves of collectives" if curves else "no measured collectives"
+    measured = f"{curves} measured curves of collectives" if curves else "collectives not measured"
     return Group(Text(head), table, Text(f"{size}; {measured}"))
 
 
@@ -104,7 +104,7 @@ def _parts(cluster: Cluster) -> Iterator[tuple[str, list[Row]]]:
         yield f"{kind.kind} {kind.name}", list(_device_rows(kind))
     for run in cluster.nodes:
         of = run.sources.of
-        rows = [("nodes", str(run.count), of("count")), ("devices a node", str(run.devices), of("devices_per_node"))]
+        rows = [("nodes", str(run.count), of("count")), ("devices per node", str(run.devices), of("devices_per_node"))]
         yield f"nodes of {run.device}", rows
     for link in cluster.links:
         yield f"link {link.name}", list(_link_rows(link))
@@ -134,7 +134,7 @@ def _link_rows(link: Link) -> Iterator[Row]:
         yield "joins", _count(link.nodes, "node") if link.nodes else "everything", of("nodes")
     yield "latency", seconds_text(link.latency), of("latency")
     yield "bandwidth", _bandwidth_text(link.bandwidth), of("bandwidth")
-    yield "ranks a link", str(link.shared_by), of("shared_by")
+    yield "ranks per link", str(link.shared_by), of("shared_by")
     if link.oversubscription != 1:
         yield "oversubscription", f"{link.oversubscription:g}", of("oversubscription")
 

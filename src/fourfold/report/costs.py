@@ -1,4 +1,4 @@
-"""What the oracle says of one plan, for scripts and for a terminal: the step and its terms, the peak, where times come from."""
+"""The predicted cost of one plan, for scripts and for a terminal: the step's terms, the peak, where kernel times come from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fourfold.report.text import _table
 from fourfold.units import bytes_text, seconds_text
 
 BAR = 30  # columns of a whole step
-SEEN = 0.0005  # of the step: what rounds to 0.0 % has no line
-KNOWN = {"measured": "measured", "fitted": "by fitted curves", "roofline": "by the roofline"}
+LEAST_SHOWN = 0.0005  # of the step: terms that round to 0.0 % are left out
+KNOWN = {"measured": "measured", "fitted": "from fitted curves", "roofline": "from the roofline model"}
 
 
 def cost_record(forecast: Forecast | None) -> dict[str, Any]:
@@ -52,14 +52,14 @@ def cost_text(forecast: Forecast, setting: Setting) -> RenderableType:
     step = forecast.step_seconds
     table = _table("predicted", "time>", "share>", "")
     for term, seconds in forecast.breakdown.items():
-        if seconds >= SEEN * step:
+        if seconds >= LEAST_SHOWN * step:
             bar = ProgressBar(total=step, completed=seconds, width=BAR)
             table.add_row(CATEGORY_LABELS[term], seconds_text(seconds), f"{seconds / step:.1%}", bar)
     table.add_section()
     between = " to ".join(seconds_text(end) for end in forecast.interval or ())
     table.add_row("a step", seconds_text(step), "", between)
     share = f"{forecast.peak_bytes / forecast.capacity_bytes:.1%}"
-    table.add_row("peak of a rank", bytes_text(forecast.peak_bytes), share, f"of {bytes_text(forecast.capacity_bytes)}")
+    table.add_row("peak memory of a rank", bytes_text(forecast.peak_bytes), share, f"of {bytes_text(forecast.capacity_bytes)}")
     return Group(Text(f"On {setting_words(setting)}"), table, *map(Text, _known(forecast)))
 
 
@@ -70,7 +70,7 @@ def setting_words(setting: Setting) -> str:
 
 
 def _known(forecast: Forecast) -> list[str]:
-    return [f"Kernels {known_text(forecast)}."] if forecast.known_from else []
+    return [f"Kernel times: {known_text(forecast)}."] if forecast.known_from else []
 
 
 def known_text(forecast: Forecast) -> str:
@@ -78,11 +78,11 @@ def known_text(forecast: Forecast) -> str:
     shares = {source: share for source, share in forecast.known_from.items() if round(share, 2)}
     if len(shares) == 1:
         return KNOWN[next(iter(shares))]
-    return ", ".join(f"{share:.0%} {KNOWN[source]}" for source, share in shares.items()) or "take no time"
+    return ", ".join(f"{share:.0%} {KNOWN[source]}" for source, share in shares.items()) or "none"
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """`abci (64 v100 on 16 nodes)`; a machine nobody measured says so."""
+    """`abci (64 v100 on 16 nodes)`; "assumed" for a machine that was not calibrated."""
     runs = [f"{len(ranks)} {kind.name}" for kind, ranks in cluster.runs_in_use()]
     nodes = cluster.node(cluster.size - 1) + 1
     words = f", {ASSUMED}" if assumed(cluster) else ""

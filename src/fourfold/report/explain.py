@@ -20,38 +20,46 @@ from fourfold.report.ranking import plan_name
 from fourfold.report.text import WIDTH, _axes, _table, mesh_text
 from fourfold.units import bytes_text, seconds_text
 
-SEEN = 0.02  # of the step: less is not told
+LEAST_SHOWN = 0.02  # of the step: smaller differences are left out
 FINDINGS = 6
 
 
-def explanation_text(told: Explanation, *, model: str) -> RenderableType:
+def explanation_text(explanation: Explanation, *, model: str) -> RenderableType:
     """`explain`: words, a map of the layers, and what-ifs."""
-    plan = told.plan
-    low, high = plan.interval
-    head = f"{model}, batch {plan.plan.batch}, on {setting_words(told.task.setting)}"
-    step = f"{_called(plan)} takes {seconds_text(plan.step_seconds)} a step ({seconds_text(low)} to {seconds_text(high)})"
-    memory = f"{bytes_text(plan.peak_bytes)} of {bytes_text(plan.capacity_bytes)} on the fullest device"
-    parts: list[RenderableType] = [Text(head), Text(f"{step}, {memory}."), Text("")]
+    plan = explanation.plan
+    low, high = plan.estimate.interval
+    head = f"{model}, batch {plan.plan.batch}, on {setting_words(explanation.task.setting)}"
+    step = (
+        f"{_called(plan)} takes {seconds_text(plan.step_seconds)} a step (between {seconds_text(low)} and {seconds_text(high)})"
+    )
+    memory = f"{bytes_text(plan.peak_bytes)} of {bytes_text(plan.capacity_bytes)} on the device with the highest peak"
+    parts: list[RenderableType] = [Text(head), Text(f"{step} and {memory}."), Text("")]
     parts += [Text(line) for line in _spent(plan)]
     parts += [Text(""), Text("How layers are split"), split_table(plan.lowered, _axes(plan.lowered))]
-    if told.comparisons:
-        why = [line for comparison in told.comparisons for line in _why_not(plan, comparison)]
-        parts += [Text(""), Text("Why not another"), *map(Text, why)]
-    if told.findings:
-        parts += [Text(""), Text("What limits it"), *(Text(f"- {finding.text}") for finding in told.findings[:FINDINGS])]
-    return Group(*parts, Text(""), Text("What would change it"), _changes(told))
+    if explanation.comparisons:
+        why = [line for against in explanation.comparisons for line in _why_not(plan, against)]
+        parts += [Text(""), Text("Why not another plan"), *map(Text, why)]
+    if explanation.findings:
+        parts += [
+            Text(""),
+            Text("What limits this plan"),
+            *(Text(f"- {finding.text}") for finding in explanation.findings[:FINDINGS]),
+        ]
+    return Group(*parts, Text(""), Text("The best plan if something changes"), _changes(explanation))
 
 
 def _called(candidate: Prediction) -> str:
     name = plan_name(candidate)
-    return f"{'The plan found' if name.startswith('auto') else name} ({mesh_text(candidate.plan)})"
+    return f"{'The best plan found' if name.startswith('auto') else name} ({mesh_text(candidate.plan)})"
 
 
 def _spent(plan: Prediction) -> Iterator[str]:
     """Where the step goes, in a sentence."""
-    terms = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])
-    shown = [f"{s / plan.step_seconds:.0%} {CATEGORY_LABELS[term]}" for term, s in terms if s >= SEEN * plan.step_seconds]
-    yield f"Of the step, {', '.join(shown)}."
+    terms = sorted(plan.estimate.breakdown.items(), key=lambda pair: -pair[1])
+    shown = [
+        f"{s / plan.step_seconds:.0%} {CATEGORY_LABELS[term]}" for term, s in terms if s >= LEAST_SHOWN * plan.step_seconds
+    ]
+    yield f"Time of a step: {', '.join(shown)}."
 
 
 def _why_not(plan: Prediction, comparison: Comparison) -> Iterator[str]:
@@ -64,51 +72,53 @@ def _why_not(plan: Prediction, comparison: Comparison) -> Iterator[str]:
         return
     if comparison.extra_seconds < 0:
         equal = plan.step_seconds <= (1 + TIE) * other.step_seconds
-        word = "as good as equal" if equal else "it is the better plan"
+        word = f"equal within {TIE:.0%}" if equal else "it is the better plan"
         notes = f", but {'; '.join(other.plan.notes)}" if other.plan.notes else f": {word}"
         yield f"- {name} takes {seconds_text(other.step_seconds)}, {ratio:.2f} times as long{notes}."
         return
     longer = [
-        f"{seconds_text(s)} more {CATEGORY_LABELS[t]}" for t, s in comparison.extra_by_category if s > SEEN * plan.step_seconds
+        f"{seconds_text(s)} more {CATEGORY_LABELS[t]}"
+        for t, s in comparison.extra_by_category
+        if s > LEAST_SHOWN * plan.step_seconds
     ][:2]
     saved = [
         f"{seconds_text(-s)} less {CATEGORY_LABELS[t]}"
         for t, s in comparison.extra_by_category
-        if s < -SEEN * plan.step_seconds
+        if s < -LEAST_SHOWN * plan.step_seconds
     ][:1]
-    why = "; ".join(filter(None, [" and ".join(longer), f"though {saved[0]}" if saved else ""]))
-    if not why and ratio < 1 + SEEN:
-        yield f"- {name} takes {seconds_text(other.step_seconds)}, hardly longer."
+    why = "; ".join(filter(None, [" and ".join(longer), f"but {saved[0]}" if saved else ""]))
+    if not why and ratio < 1 + LEAST_SHOWN:
+        yield f"- {name} takes {seconds_text(other.step_seconds)}, about as long."
     else:
         reason = why or "many small differences"
         yield f"- {name} takes {seconds_text(other.step_seconds)}, {ratio:.2f} times as long: {reason}."
 
 
-def _changes(told: Explanation) -> Table:
+def _changes(explanation: Explanation) -> Table:
     table = _table("with", "the best plan is", "mesh", "step>", "samples/s>", "")
-    here = told.plan.plan.batch / told.plan.step_seconds
-    for change in told.changes:
-        table.add_row(*_row(change, told, here))
+    here = explanation.plan.plan.batch / explanation.plan.step_seconds
+    for change in explanation.changes:
+        table.add_row(*_row(change, explanation, here))
     return table
 
 
-def _row(change: WhatIf, told: Explanation, here: float) -> list[str]:
+def _row(change: WhatIf, explanation: Explanation, here: float) -> list[str]:
     if change.best is None:
         return [change.change, "none fits", change.reason[: WIDTH // 3], "", "", ""]
     best = change.best
     speed = best.plan.batch / best.step_seconds
-    same = same_plan(replace(told.plan.plan, batch=best.plan.batch), best.plan)
+    same = same_plan(replace(explanation.plan.plan, batch=best.plan.batch), best.plan)
     word = "the same plan" if same else plan_name(best)
     return [change.change, word, mesh_text(best.plan), seconds_text(best.step_seconds), f"{speed:.4g}", f"{speed / here:.2f}x"]
 
 
-def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
+def explanation_record(explanation: Explanation, *, model: str) -> dict[str, Any]:
     """`explain --json`, in SI units."""
-    plan = told.plan
+    plan = explanation.plan
     return {
         "model": model,
-        "cluster": told.task.cluster.name,
-        "devices": told.task.devices,
+        "cluster": explanation.task.cluster.name,
+        "devices": explanation.task.devices,
         "batch": plan.plan.batch,
         "strategy": plan.plan.strategy,
         "step_seconds": plan.step_seconds,
@@ -122,11 +132,11 @@ def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
                 "step_seconds": a.other.step_seconds,
                 "longer_seconds": dict(a.extra_by_category),
             }
-            for a in told.comparisons
+            for a in explanation.comparisons
         ],
         "findings": [
             {"name": f.name, "kind": f.kind, "where": f.where, "text": f.text, "numbers": dict(f.numbers)}
-            for f in told.findings
+            for f in explanation.findings
         ],
         "changes": [
             {
@@ -136,6 +146,6 @@ def explanation_record(told: Explanation, *, model: str) -> dict[str, Any]:
                 "step_seconds": c.best.step_seconds if c.best is not None else None,
                 "reason": c.reason,
             }
-            for c in told.changes
+            for c in explanation.changes
         ],
     }

@@ -21,7 +21,7 @@ from fourfold.units import bytes_text
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What a plan would cost, and where."""
+    """The predicted cost of a plan, and the cluster and settings it is predicted for."""
 
     forecast: Forecast
     setting: Setting
@@ -49,10 +49,10 @@ def plan_record(
 def candidate_record(plan: Plan, program: LoweredPlan, forecast: Forecast | None) -> dict[str, Any]:
     """A plan among `candidates`."""
     stages = _stages(program, forecast)
-    alike = len({part.stage.mesh for part in program.parts}) == 1
+    same_mesh = len({part.stage.mesh for part in program.parts}) == 1
     return {
         "strategy": plan.strategy,
-        "mesh": stages[0]["mesh"] if alike else None,
+        "mesh": stages[0]["mesh"] if same_mesh else None,
         "stages": stages,
         "microbatches": plan.microbatches,
         "schedule": plan.schedule if len(stages) > 1 else None,
@@ -84,18 +84,18 @@ def plan_text(plan: Plan, program: LoweredPlan, outlook: Outlook | None, *, file
     axes = _axes(program)
     parts = [_head(plan, plan.model, f"batch {plan.batch}", options_text(plan), f"graph {plan.graph}")]
     if plan.stages:
-        parts += [_stage_table(program), Text("Schedule: stage, F or B, micro-batch")]
+        parts += [_stage_table(program), Text("Schedule: stage, F (forward) or B (backward), micro-batch")]
         parts += [Text(line, no_wrap=True) for line in schedule_lines(plan, WIDTH)]
     if axes or not plan.stages:
         parts.append(split_table(program, axes))
     if axes:
-        parts.append(Text(f"{program.split_flops_fraction:.1%} of the FLOPs run split over every axis"))
+        parts.append(Text(f"{program.split_flops_fraction:.1%} of the FLOPs are split over every mesh axis"))
     if outlook is not None:
         parts += [Text(""), cost_text(outlook.forecast, outlook.setting)]
     notes = plan.notes if outlook is None else outlook.forecast.limits
     word = "note" if outlook is None or outlook.forecast.feasible else "does not fit"
-    told = [f"{word if number == 0 else 'note'}: {note}" for number, note in enumerate(notes)]
-    return Group(*parts, *map(Text, [*told, *(f"written to {file}" for file in files)]))
+    lines = [f"{word if number == 0 else 'note'}: {note}" for number, note in enumerate(notes)]
+    return Group(*parts, *map(Text, [*lines, *(f"written to {file}" for file in files)]))
 
 
 def _stage_table(program: LoweredPlan) -> Table:

@@ -1,4 +1,4 @@
-"""What the planner found, for scripts and for a terminal: plans by their predicted step, and why others are not to be had."""
+"""The planner's result, for scripts and for a terminal: plans by their predicted step, why others are not possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from fourfold.oracle.predict import Prediction
-from fourfold.oracle.time.items import CATEGORY_LABELS, Category
+from fourfold.oracle.time.items import Category
 from fourfold.planner import Ranking
 from fourfold.report.costs import setting_record, setting_words
 from fourfold.report.plans import candidate_record
@@ -34,7 +34,7 @@ REFUSED = 6  # reasons shown
 
 
 def ranking_record(ranking: Ranking, *, model: str, top: int, file: str | None, trace: str | None) -> dict[str, Any]:
-    """`plan --json`: the best first; `refused` are strategies that cannot be."""
+    """`plan --json`: the best first; `refused` are strategies that are not possible."""
     shown = ranking.candidates[:top]
     return {
         "model": model,
@@ -52,23 +52,25 @@ def ranking_record(ranking: Ranking, *, model: str, top: int, file: str | None, 
 
 
 def ranking_text(ranking: Ranking, *, model: str, top: int, files: Sequence[str] = ()) -> RenderableType:
-    """`plan`: the table of plans, what the best is, and what could not be."""
+    """`plan`: the table of plans, and the strategies that are not possible."""
     task, shown = ranking.task, ranking.candidates[:top]
-    what = f"{model}: batch {task.batch}, {len(ranking.candidates)} plans replayed in {ranking.seconds:.1f} s"
+    what = f"{model}: batch {task.batch}, {len(ranking.candidates)} plans predicted in {ranking.seconds:.1f} s"
     where = f"on {setting_words(task.setting)}"
     head = Text(f"{what}, {where}" if len(what) + 2 + len(where) <= WIDTH else f"{what},\n{where}")
     parts: list[RenderableType] = [head]
     if shown:
         parts += [_plans(shown), Legend()]
     lines = [f"{r.strategy}: {r.reason}" for r in ranking.refusals[:REFUSED]]
-    lines += [f"and {len(ranking.refusals) - REFUSED} more cannot be"] if len(ranking.refusals) > REFUSED else []
+    lines += (
+        [f"and {len(ranking.refusals) - REFUSED} more strategies are not possible"] if len(ranking.refusals) > REFUSED else []
+    )
     lines += [f"Nothing fits. {ranking.nearest()}"] if ranking.best is None else []
     lines += [*ranking.notes, *(f"written to {file}" for file in files)]
     return Group(*parts, *map(Text, lines))
 
 
 def _plans(some: Sequence[Prediction]) -> RenderableType:
-    table = _table("strategy", "mesh", "step>", "+->", "spent on", "peak>", "of>")
+    table = _table("strategy", "mesh", "step>", "+->", "time spent on", "peak>", "capacity>")
     fastest = min(c.step_seconds for c in some)
     whole = min(max(c.step_seconds for c in some), LONGEST * fastest)
     for c in some:
@@ -86,8 +88,8 @@ def _plans(some: Sequence[Prediction]) -> RenderableType:
 
 
 def plan_name(c: Prediction) -> str:
-    """A plan's strategy and what was done so that it fits."""
-    extra = [f"zero {c.plan.zero}"] if c.plan.zero and c.plan.strategy != "fsdp" else []
+    """A plan's strategy, with ZeRO, recomputation and micro-batches where it has them."""
+    extra = [f"ZeRO-{c.plan.zero}"] if c.plan.zero and c.plan.strategy != "fsdp" else []
     extra += ["recompute"] if c.plan.recompute else []
     extra += [f"{c.plan.microbatches} micro"] if c.plan.microbatches > 1 else []
     return " ".join([c.plan.strategy.partition(":")[0], *(f"+{word}" for word in extra)])
@@ -119,6 +121,6 @@ class Legend:
     """What the signs of the bars mean."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = {"compute": "compute", "exchange": "exchanges", "pipeline": CATEGORY_LABELS["pipeline"], "other": "update"}
+        words = {"compute": "compute", "exchange": "communication", "pipeline": "waiting for stages", "other": "update"}
         signs = (f"{SIGNS[kind][options.ascii_only]} {word}" for kind, word in words.items())
-        yield Text("   ".join([*signs, "( ) does not fit"]))
+        yield Text("   ".join([*signs, "( ) does not fit", "micro: micro-batches"]))

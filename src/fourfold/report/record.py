@@ -37,7 +37,14 @@ def survey_record(survey: Survey, *, model: str) -> dict[str, Any]:
 
 
 def verify_record(
-    verdict: Verdict, plan: Plan, *, model: str, precision: str, optimizer: str, steps: int, foretold: Prediction | None = None
+    verdict: Verdict,
+    plan: Plan,
+    *,
+    model: str,
+    precision: str,
+    optimizer: str,
+    steps: int,
+    prediction: Prediction | None = None,
 ) -> dict[str, Any]:
     """`verify --json`. Predictions are null where there are none."""
     worst = verdict.worst
@@ -63,7 +70,7 @@ def verify_record(
         "plain_rule": verdict.plain,
         "checks": [check_record(check) for check in verdict.checks],
         **work_record(verdict.program),
-        **foretold_record(foretold),
+        **prediction_record(prediction),
         "measured_seconds": verdict.seconds,
         "measured_peak_bytes": max(verdict.peaks, default=None),
         "waiting": list(verdict.waiting) or None,
@@ -81,12 +88,12 @@ def check_record(check: Check) -> dict[str, Any]:
     }
 
 
-def foretold_record(foretold: Prediction | None) -> dict[str, Any]:
-    """What was said of a step before it was run; nulls where nothing was."""
+def prediction_record(prediction: Prediction | None) -> dict[str, Any]:
+    """The predicted step and peak; nulls without a prediction."""
     return {
-        "predicted_seconds": foretold.estimate.step_seconds if foretold is not None else None,
-        "predicted_interval_seconds": list(foretold.estimate.interval) if foretold is not None else None,
-        "predicted_peak_bytes": foretold.peak_bytes if foretold is not None else None,
+        "predicted_seconds": prediction.estimate.step_seconds if prediction is not None else None,
+        "predicted_interval_seconds": list(prediction.estimate.interval) if prediction is not None else None,
+        "predicted_peak_bytes": prediction.peak_bytes if prediction is not None else None,
     }
 
 
@@ -97,7 +104,7 @@ def train_record(
     model: str,
     precision: str,
     optimizer: str,
-    foretold: Prediction | None = None,
+    prediction: Prediction | None = None,
     trace: str | None = None,
 ) -> dict[str, Any]:
     """`train --json`."""
@@ -115,7 +122,7 @@ def train_record(
         "nonfinite_step": history.bad_step,
         "step_seconds": history.step_seconds,
         "samples_per_second": history.samples_per_second,
-        **foretold_record(foretold),
+        **prediction_record(prediction),
         "peak_bytes": list(history.peaks),
         "trace": trace,
         "waiting": list(history.waiting) or None,

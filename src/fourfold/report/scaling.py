@@ -51,7 +51,7 @@ def _row_record(row: Row) -> dict[str, Any]:
 
 
 def scaling_text(study: Study, rows: Sequence[Row], setting: Setting, *, model: str, trace: str | None) -> RenderableType:
-    """`simulate`: all strategies on all numbers of devices, the fastest of each number in detail, and what cannot be."""
+    """`simulate`: all strategies on all numbers of devices, the fastest of each number in detail, why others fail."""
     weak = study.scaling == "weak"
     parts: list[RenderableType] = [_head(study, setting, model)]
     shown = [row for row in rows if row.forecast is not None]
@@ -63,7 +63,7 @@ def scaling_text(study: Study, rows: Sequence[Row], setting: Setting, *, model: 
     elif not several:
         shown.sort(key=lambda row: (not row.feasible, -(row.samples_per_second or 0.0)))
     parts += [Details(rows=shown, varied=weak)] if shown else []
-    parts += [Text(f"Kernels {_known(shown)}.")] if any(row.forecast.known_from for row in shown if row.forecast) else []
+    parts += [Text(f"Kernel times: {_known(shown)}.")] if any(row.forecast.known_from for row in shown if row.forecast) else []
     lines = [*_mixed(study), *_reasons(rows), *([f"written to {trace}"] if trace is not None else [])]
     return Group(*parts, *map(Text, lines))
 
@@ -78,7 +78,7 @@ def _mixed(study: Study) -> list[str]:
     counts = _assumed(study)
     if not 0 < len(counts) < len(study.settings):
         return []
-    return [f"Assumed, not calibrated, with {', '.join(map(str, counts))} in use: not to be compared with the other rows."]
+    return [f"Rates of {', '.join(map(str, counts))} devices are assumed, not calibrated: do not compare with other rows."]
 
 
 def _head(study: Study, setting: Setting, model: str) -> Text:
@@ -121,8 +121,8 @@ class Matrix:
         for run in before:
             yield self._block(self._cells(run), [])
         yield self._block(self._cells(last), counts)
-        curve = "efficiency, full at 100 %" if self.weak else "speed, full for the fastest"
-        yield Text(f"* fastest that fits   ( ) does not fit   - cannot be   curve: {curve}")
+        curve = "efficiency, full height 100 %" if self.weak else "samples/s, full height the fastest"
+        yield Text(f"* fastest that fits   ( ) does not fit   - not possible   curve: {curve}")
 
     def _fits(self, runs: Sequence[Sequence[int]], width: int) -> bool:
         curve = GAP + max(sum(map(len, runs)), len(self._curve))
@@ -236,10 +236,10 @@ def _known(rows: Sequence[Row]) -> str:
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:
-    """Why a strategy is not to be had, where that begins."""
-    told: set[tuple[str, bool]] = set()
+    """Why a strategy is not possible or does not fit, with the first number of devices where this is so."""
+    listed: set[tuple[str, bool]] = set()
     for row in rows:
         key = row.strategy, row.forecast is None
-        if not row.feasible and key not in told:
-            told.add(key)
+        if not row.feasible and key not in listed:
+            listed.add(key)
             yield f"{row.strategy} on {row.devices}: {row.limits[0]}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 MOST_NAMED = 8  # layers named in one line
-MOST_NOISE = 1e-3  # drift of one process beyond which a comparison tells nothing
+MOST_NOISE = 1e-3  # drift of one process beyond which later steps cannot be compared
 
 
 def console(file: object = None, *, stderr: bool = False) -> Console:
@@ -35,7 +35,7 @@ def console(file: object = None, *, stderr: bool = False) -> Console:
 
 def models_text(models: Mapping[str, tuple[str, Sequence[str]]]) -> RenderableType:
     """Name -> what it is, its arguments."""
-    table = _table("model", "what", "arguments")
+    table = _table("model", "network", "arguments")
     for name, (what, arguments) in models.items():
         table.add_row(name, what, ", ".join(arguments))
     return table
@@ -64,16 +64,16 @@ def survey_text(survey: Survey, *, model: str) -> RenderableType:
     )
     batch = f"batch {survey.batch}" + (" (fixed by the model)" if survey.batch_fixed else "")
     return Group(
-        Text(f"{model}: graph {survey.graph}, {batch}, forward only"),
+        Text(f"{model}: graph {survey.graph}, {batch}, one forward pass"),
         table,
-        Text("How far each split goes"),
+        Text("The most ranks each split can use"),
         _limits(survey.limits),
         *_without_rule(survey.without_rule),
     )
 
 
 def _limits(limits: Iterable[Limit]) -> Table:
-    table = _table("split", "up to>", "stopped by", f"layers over {LIGHT:.0%}>", "stopped by")
+    table = _table("split", "ranks>", "limited by", f"layers over {LIGHT:.0%} of FLOPs>", "limited by")
     for limit in limits:
         heavy = (str(limit.heavy_size), limit.heavy_op) if limit.heavy_size > limit.size else ("", "")
         table.add_row(limit.split, str(limit.size), limit.op, *heavy)
@@ -82,9 +82,9 @@ def _limits(limits: Iterable[Limit]) -> Table:
 
 def _without_rule(ops: Sequence[tuple[str, str]]) -> Iterable[RenderableType]:
     if not ops:
-        yield Text("Every op has a rule; none has to run whole on every rank.")
+        yield Text("Every op has a rule to split it; none has to run in full on every rank.")
         return
-    yield Text(f"{len(ops)} ops without a rule, gathered and run whole on every rank:")
+    yield Text(f"{len(ops)} ops have no rule: their inputs are gathered and they run in full on every rank:")
     table = _table("op", "target")
     for path, target in ops:
         table.add_row(path, target)
@@ -96,8 +96,8 @@ def mesh_text(plan: Plan) -> str:
     if not plan.stages:
         return str(plan.mesh)
     meshes = [str(stage.mesh) if stage.mesh.size > 1 else "1 rank" for stage in plan.stages]
-    alike = f"{len(meshes)} stages of {meshes[0]}" if len(set(meshes)) == 1 else "stages " + " | ".join(meshes)
-    return f"{alike} on {plan.size} ranks" if len({stage.ranks for stage in plan.stages}) < len(meshes) else alike
+    text = f"{len(meshes)} stages of {meshes[0]}" if len(set(meshes)) == 1 else "stages " + " | ".join(meshes)
+    return f"{text} on {plan.size} ranks" if len({stage.ranks for stage in plan.stages}) < len(meshes) else text
 
 
 def _head(plan: Plan, model: str, *rest: str) -> RenderableType:
@@ -112,24 +112,24 @@ def _axes(program: LoweredPlan) -> list[str]:
 
 
 def verdict_text(
-    verdict: Verdict, plan: Plan, *, model: str, precision: str, foretold: Prediction | None = None
+    verdict: Verdict, plan: Plan, *, model: str, precision: str, prediction: Prediction | None = None
 ) -> RenderableType:
-    """`verify`: every check with its limit, then the word."""
+    """`verify`: every comparison with its limit, then EQUAL or NOT EQUAL."""
     table = _table("compared", "after step>", "error>", "allowed>", "", "worst tensor")
     for check in verdict.checks:
-        word = "ok" if check.holds else "TOO FAR"
+        word = "ok" if check.holds else "TOO LARGE"
         table.add_row(check.what, str(check.step), f"{check.error:.1e}", f"{check.limit:.1e}", word, check.tensor)
     whole = whole_ops(verdict.program)
     named = ", ".join(c.op.path for c in whole[:MOST_NAMED]) + (", ..." if len(whole) > MOST_NAMED else "")
-    split = f"{verdict.program.split_flops_fraction:.1%} of the FLOPs run split over every axis"
+    split = f"{verdict.program.split_flops_fraction:.1%} of the FLOPs are split over every mesh axis"
     figures = [f"noise floor {verdict.noise_floor:.1e}", *([split] if _axes(verdict.program) else [])]
     head = _head(plan, model, options_text(plan), precision, _against(verdict.reference))
     lines = [
         "; ".join([*figures, f"{seconds_text(verdict.seconds)} a step"]),
         *_measured(verdict.peaks, verdict.waiting),
-        *_foretold(foretold, verdict.seconds, verdict.peaks),
-        *([f"whole on every rank: {named}"] if whole else []),
-        _word(verdict),
+        *_predicted(prediction, verdict.seconds, verdict.peaks),
+        *([f"run in full on every rank: {named}"] if whole else []),
+        _verdict_line(verdict),
     ]
     return Group(head, table, *map(Text, lines))
 
@@ -137,18 +137,20 @@ def verdict_text(
 def _against(reference: str) -> str:
     if reference == "eager":
         return "against eager PyTorch in one process"
-    return f"against {reference}, since its random ops cannot be replayed"
+    return f"against {reference}, since whose random numbers eager PyTorch cannot repeat"
 
 
-def _word(verdict: Verdict) -> str:
+def _verdict_line(verdict: Verdict) -> str:
     """The last line: EQUAL, or what is not."""
     if verdict.bad_step is not None:
-        return f"NaN: the loss of step {verdict.bad_step} is NaN or infinite, so that nothing can be compared"
+        return f"NaN: the loss of step {verdict.bad_step} is NaN or infinite, so nothing can be compared"
     worst = verdict.worst
-    off = f"NOT EQUAL: {worst.what} {worst.tensor} is off by {worst.error:.1e}, {worst.limit:.1e} allowed"
+    unequal = f"NOT EQUAL: {worst.what} {worst.tensor} has error {worst.error:.1e}, {worst.limit:.1e} is allowed"
     if verdict.equal and verdict.noise_floor > MOST_NOISE:
-        return f"EQUAL in step 1; later steps tell nothing, since rounding alone moves one process by {verdict.noise_floor:.0e}"
-    return "EQUAL" if verdict.equal else off
+        return (
+            f"EQUAL in step 1; later steps cannot be compared: rounding alone changes one process by {verdict.noise_floor:.0e}"
+        )
+    return "EQUAL" if verdict.equal else unequal
 
 
 def step_text(step: int, steps: int, loss: float, seconds: float) -> str:
@@ -156,27 +158,44 @@ def step_text(step: int, steps: int, loss: float, seconds: float) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.6g}  {seconds_text(seconds)}"
 
 
-def history_text(history: History, foretold: Prediction | None = None) -> RenderableType:
-    first = f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
-    said = _foretold(foretold, history.step_seconds, history.peaks)
-    return Group(*map(Text, [first, *_measured(history.peaks, history.waiting), *said]))
+def history_text(history: History, prediction: Prediction | None = None) -> RenderableType:
+    """The last lines of `train`: losses, speed, memory, and what was predicted of them."""
+    speed = f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
+    compared = _predicted(prediction, history.step_seconds, history.peaks)
+    return Group(*map(Text, [*_loss_lines(history.losses), speed, *_measured(history.peaks, history.waiting), *compared]))
 
 
-def _foretold(foretold: Prediction | None, seconds: float, peaks: Sequence[int]) -> list[str]:
-    """What was said before, beside what came."""
-    if foretold is None:
+def _loss_lines(losses: Sequence[float]) -> list[str]:
+    """The first and the last loss; of many steps the means of the first and the last tenth, since batches differ."""
+    if len(losses) < 2:
         return []
-    step, (low, high) = foretold.estimate.step_seconds, foretold.estimate.interval
+    tenth = len(losses) // 10
+    if tenth < 2:
+        return [f"loss: {losses[0]:.4g} in step 1, {losses[-1]:.4g} in step {len(losses)}"]
+    first, last = (sum(some) / tenth for some in (losses[:tenth], losses[-tenth:]))
+    return [f"loss: {first:.4g} in the first {tenth} steps, {last:.4g} in the last {tenth} (means)"]
+
+
+def _predicted(prediction: Prediction | None, seconds: float, peaks: Sequence[int]) -> list[str]:
+    """The predicted step and peak next to the measured ones."""
+    if prediction is None:
+        return []
+    step, (low, high) = prediction.estimate.step_seconds, prediction.estimate.interval
     peak = max(peaks, default=0)
-    first = f"predicted: {seconds_text(step)} a step ({seconds_text(low)} to {seconds_text(high)}), "
-    said = f"{step / seconds - 1:+.0%} from measured" if seconds else ""
-    second = f"; peak {bytes_text(foretold.peak_bytes)}" + (f", {foretold.peak_bytes / peak - 1:+.0%}" if peak else "")
-    return [first + said + second]
+    time = f"step: predicted {seconds_text(step)} ({seconds_text(low)} to {seconds_text(high)})"
+    memory = f"peak memory: predicted {bytes_text(prediction.peak_bytes)}"
+    return [
+        time + (f", measured {seconds_text(seconds)}: {step / seconds - 1:+.0%}" if seconds else ""),
+        memory + (f", measured {bytes_text(peak)}: {prediction.peak_bytes / peak - 1:+.0%}" if peak else ""),
+    ]
 
 
 def _measured(peaks: Sequence[int], waiting: Sequence[float]) -> list[str]:
     """By rank, the peak of memory and the share of a step it waits."""
-    rows = [("peak", [bytes_text(peak) for peak in peaks]), ("waiting", [f"{share:.0%}" for share in waiting])]
+    rows = [
+        ("peak memory", [bytes_text(peak) for peak in peaks]),
+        ("waiting for other ranks", [f"{share:.0%}" for share in waiting]),
+    ]
     return [f"{what}: " + ", ".join(f"rank {r} {text}" for r, text in enumerate(texts)) for what, texts in rows if texts]
 
 

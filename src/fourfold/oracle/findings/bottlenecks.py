@@ -45,7 +45,7 @@ def gradient_exchange(context: FindingContext) -> Iterator[Finding]:
         "gradient_exchange",
         "gradient-exchange",
         layers,
-        "give each rank more examples, divide the large weights (filter, splitbrain) or use fewer replicas",
+        "use a larger batch, split the large layers (--strategy filter or splitbrain) or use fewer data-parallel replicas",
     )
 
 
@@ -53,9 +53,9 @@ def layer_exchange(context: FindingContext) -> Iterator[Finding]:
     """Activations gathered and summed between layers: what filter and channel splits pay, O(B sum |y|)."""
     layers = _layers(context, "layer_exchange")
     norms = sum(seconds for (layer, _), (seconds, _) in layers.items() if layer.endswith(STATISTICS_LABEL))
-    remedy = "keep the axis within a node, make it shorter, or split these layers by batch"
+    remedy = "keep the mesh axis within a node, put fewer ranks on it, or split these layers by batch"
     if 2 * norms > sum(seconds for seconds, _ in layers.values()):
-        remedy = "statistics of norms over all ranks are most of it: give each rank more examples, or use norms without them"
+        remedy = "most of it sums batch-norm statistics over all ranks: use a larger batch, or a norm without batch statistics"
     yield from _exchange(context, "layer_exchange", "layer-exchange", layers, remedy)
 
 
@@ -66,7 +66,7 @@ def halo(context: FindingContext) -> Iterator[Finding]:
         "halo",
         "halo-exchange",
         _layers(context, "halo"),
-        "use fewer ranks on the domain, keep them within a node, or split another dim",
+        "put fewer ranks on the domain axis, keep them within a node, or split another dim",
     )
 
 
@@ -77,13 +77,13 @@ def _exchange(context: FindingContext, term: Category, name: str, layers: Layers
         return
     (layer, _), (most, size) = max(layers.items(), key=lambda item: item[1])
     moved = sum(b for _, b in layers.values())
-    part = f"{seconds_text(seconds)} of {seconds_text(context.step)} ({share:.0%})"
+    part = f"{seconds_text(seconds)} of the {seconds_text(context.step)} step ({share:.0%})"
     yield Finding(
         name=name,
         kind="bottleneck",
         where=layer,
-        text=f"{CATEGORY_LABELS[term]} takes {part} for {bytes_text(moved)} a rank, the most at {layer} ({seconds_text(most)}, "
-        f"{bytes_text(size)}); {remedy}",
+        text=f"{CATEGORY_LABELS[term]} takes {part} and moves {bytes_text(moved)} per rank; the largest is {layer} "
+        f"({seconds_text(most)}, {bytes_text(size)}); {remedy}",
         numbers={"seconds": seconds, "share": share, "bytes": moved, "layer_seconds": most, "layer_bytes": size},
     )
 
@@ -145,9 +145,9 @@ def congestion(context: FindingContext) -> Iterator[Finding]:
         name="network-congestion",
         kind="bottleneck",
         where=f"axis {along}" + (f" of stage {stage}" if len(context.parts) > 1 else ""),
-        text=f"{count} groups along {along} communicate at once and share links: their exchanges take {times_longer:.1f} times "
-        f"what one alone would, {seconds_text(lost_seconds)} of {seconds_text(context.step)} ({share:.0%}) more; put the axis "
-        "with most traffic within a node, or make it shorter",
+        text=f"{count} groups along mesh axis {along} communicate at the same time over shared links: their exchanges take "
+        f"{times_longer:.1f} times as long as those of one group alone, which costs {seconds_text(lost_seconds)} of the "
+        f"{seconds_text(context.step)} step ({share:.0%}); keep the axis with most traffic within a node, or shorten it",
         numbers={"seconds": lost_seconds, "share": share, "factor": times_longer, "groups": float(count)},
     )
 
@@ -176,8 +176,9 @@ def weight_update(context: FindingContext) -> Iterator[Finding]:
         name="weight-update",
         kind="bottleneck",
         where="optimizer",
-        text=f"the update ({context.optimizer}) takes {seconds_text(update)}, {share:.0%} of {seconds_text(compute)} of "
-        "compute; divide the optimizer's state over replicas (zero 1), use a larger batch or an optimizer with less state",
+        text=f"the weight update ({context.optimizer}) takes {seconds_text(update)}, {share:.0%} of the compute time "
+        f"({seconds_text(compute)}); shard the optimizer state over replicas (--zero 1), use a larger batch or an optimizer "
+        "with less state",
         numbers={"seconds": update, "share": share, "compute_seconds": compute},
     )
 
@@ -201,8 +202,9 @@ def imbalance(context: FindingContext) -> Iterator[Finding]:
         name="workload-imbalance",
         kind="bottleneck",
         where=names,
-        text=f"{names}: {seconds_text(work[slowest])} a micro-batch, {factor:.2f} times the mean of {seconds_text(mean)}; move "
-        f"layers to other stages (the heaviest is {layer_of(heavy[1], heavy[0].label)}) or give these more ranks",
+        text=f"{names}: {seconds_text(work[slowest])} per micro-batch, {factor:.2f} times the mean over the stages "
+        f"({seconds_text(mean)}); move layers to other stages (the slowest is {layer_of(heavy[1], heavy[0].label)}) or give "
+        f"{'them' if len(stages) > 1 else 'it'} more ranks",
         numbers={"seconds": work[slowest], "mean_seconds": mean, "factor": factor},
     )
 
@@ -218,9 +220,9 @@ def bubble(context: FindingContext) -> Iterator[Finding]:
         name="pipeline-bubble",
         kind="bottleneck",
         where=context.lowered.plan.schedule,
-        text=f"{seconds_text(waited)} of {seconds_text(context.step)} ({waited / context.step:.0%}) go by waiting for other "
-        f"stages, {even:.0%} would with even stages and free transfers ({places} in turn, {count} micro-batches); use more "
-        "micro-batches or fewer stages",
+        text=f"waiting for other stages takes {seconds_text(waited)} of the {seconds_text(context.step)} step "
+        f"({waited / context.step:.0%}); {places} equally fast stages with {count} micro-batches and no transfer time would "
+        f"wait {even:.0%}; use more micro-batches (--microbatches) or fewer stages (--stages)",
         numbers={"seconds": waited, "share": waited / context.step, "even_share": even, "microbatches": float(count)},
     )
 

@@ -31,7 +31,7 @@ from fourfold.units import bytes_text, seconds_text
 SMALL, SMALL_SEGMENT, MIDDLE_SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
 """PyTorch's caching allocator on CUDA (c10/cuda/CUDACachingAllocator): sizes are rounded up to blocks of 512 bytes; those up to
 1 MiB are cut from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones are multiples of 2 MiB."""
-SPLIT_WORDS = {"batch": "examples", "filter": "filters", "channel": "channels"}
+SPLIT_WORDS = {"batch": "samples", "filter": "filters", "channel": "channels"}
 
 
 def findings(
@@ -65,8 +65,8 @@ def capacity(context: FindingContext) -> Iterator[Finding]:
                 name="memory-capacity",
                 kind="limit",
                 where=where,
-                text=f"{where} needs {bytes_text(peak.bytes)}, the device holds {bytes_text(holds)}: most is {most} "
-                f"({bytes_text(peak.parts[most])}), at {peak.op or peak.action}; {_remedy(most)}",
+                text=f"{where} needs {bytes_text(peak.bytes)}, the device holds {bytes_text(holds)}: the largest part is "
+                f"{most} ({bytes_text(peak.parts[most])}), the peak is at {peak.op or peak.action}; {_remedy(most)}",
                 numbers={"bytes": float(peak.bytes), "capacity_bytes": holds, "over_bytes": peak.bytes - holds},
             )
 
@@ -78,8 +78,8 @@ def _capacity(cluster: Cluster, ranks: tuple[int, ...]) -> float:
 
 def _remedy(kind: str) -> str:
     if kind in ("weights", "gradients", "optimizer", "summed gradients"):
-        return "divide weights and state over replicas (zero 3), or use more stages or more ranks on a filter axis"
-    return "recompute, use more stages or micro-batches, more ranks, or a smaller batch"
+        return "shard weights and optimizer state over replicas (--zero 3), use more stages, or split by filter over more ranks"
+    return "recompute activations (--recompute), use more stages, micro-batches or ranks, or a smaller batch"
 
 
 def scaling(context: FindingContext) -> Iterator[Finding]:
@@ -108,14 +108,19 @@ def _smallest_loops(part: LoweredStage) -> dict[tuple[str, str], tuple[int, str]
 
 
 def _scaling_limit(axis: str, label: str, extent: int, size: int, layer: str) -> Finding:
-    what = SPLIT_WORDS.get(label, f"indices of {label}")
-    remedy = "use a larger batch" if label == "batch" else "lengthen another axis (batch, if examples are left) instead"
+    what = SPLIT_WORDS.get(label, f"indices in {label}")
+    remedy = (
+        "use a larger batch"
+        if label == "batch"
+        else "put more ranks on another axis instead (batch, while each rank still gets a sample)"
+    )
     return Finding(
         name="scaling-limit",
         kind="limit",
         where=layer,
-        text=f"axis {axis} has {extent} ranks, {layer} {size} {what}: "
-        f"{'it runs whole or leaves ranks idle' if size < extent else f'no more than {size} can share it'}; {remedy}",
+        text=f"mesh axis {axis} has {extent} ranks, {layer} has {size} {what}: "
+        f"{'it runs in full on every rank or leaves ranks idle' if size < extent else f'at most {size} ranks can share it'}; "
+        f"{remedy}",
         numbers={"limit": float(size), "ranks": float(extent)},
     )
 
@@ -137,7 +142,7 @@ def memory_redundancy(context: FindingContext) -> Iterator[Finding]:
         name="memory-redundancy",
         kind="limit",
         where=holder,
-        text=f"{holder} holds {bytes_text(repeated)} that others hold too ({listed}) at a peak of {bytes_text(peak)}; "
+        text=f"{holder} stores {bytes_text(repeated)} that other ranks also store ({listed}), of a peak of {bytes_text(peak)}; "
         f"{_division_remedy(most)}",
         numbers={"bytes": repeated, "peak_bytes": float(peak), **{f"{kind}_bytes": size for kind, size in sizes.items()}},
     )
@@ -156,8 +161,8 @@ def _held_tensors(context: FindingContext, part: LoweredStage) -> list[HeldTenso
 
 def _division_remedy(kind: str) -> str:
     if kind == "activations":
-        return "split these layers by batch or domain rather than by filter or channel"
-    return "divide them over the replicas (zero 1 for the optimizer's state, zero 3 for weights too) or by filter"
+        return "split layers by batch or domain instead of filter or channel"
+    return "shard them over the replicas (--zero 1 for optimizer state, --zero 3 for weights too) or split by filter"
 
 
 def fragmentation(context: FindingContext) -> Iterator[Finding]:
@@ -178,13 +183,13 @@ def fragmentation(context: FindingContext) -> Iterator[Finding]:
     tight = peak.bytes <= holds < peak.bytes + lost
     if lost < FRAGMENTED_SHARE * peak.tensors and not tight:
         return
-    room = f" and {bytes_text(holds)} in all" if tight else ""
+    room = f" on a device of {bytes_text(holds)}" if tight else ""
     yield Finding(
         name="fragmentation",
         kind="limit",
         where=f"rank {rank}",
-        text=f"rank {rank} loses {bytes_text(lost)} or more to the allocator's segments, beside a peak of "
-        f"{bytes_text(peak.bytes)}{room}; use expandable segments or leave that much free",
+        text=f"rank {rank} loses at least {bytes_text(lost)} to fragmentation in PyTorch's caching allocator, beside a peak of "
+        f"{bytes_text(peak.bytes)}{room}; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or leave that much free",
         numbers={"bytes": lost, "peak_bytes": float(peak.bytes), "tensors": float(len(sizes))},
     )
 
@@ -217,9 +222,9 @@ def _split_overhead(context: FindingContext, some: list[tuple[LoweredStage, Spli
         name="compute-redundancy",
         kind="limit",
         where=worst.path,
-        text=f"split kernels take {taken / ideal:.1f} times an ideal division ({seconds_text(taken)} a micro-batch instead of "
-        f"{seconds_text(ideal)}), most at {worst.path}: {seconds_text(worst.local)} on {worst.split} ranks each, "
-        f"{seconds_text(worst.whole)} on one device; use fewer ranks for these layers or split them by batch",
+        text=f"kernels split over ranks take {taken / ideal:.1f} times as long as an ideal division ({seconds_text(taken)} per "
+        f"micro-batch instead of {seconds_text(ideal)}), worst at {worst.path}: {seconds_text(worst.local)} on each of "
+        f"{worst.split} ranks, {seconds_text(worst.whole)} whole on one; use fewer ranks or split these layers by batch",
         numbers={
             "seconds": taken,
             "ideal_seconds": ideal,
@@ -239,9 +244,10 @@ def _replicated_compute(context: FindingContext, some: list[tuple[LoweredStage, 
         name="replicated-compute",
         kind="limit",
         where=worst.path,
-        text=f"{len([one for _, one in some if one.repeated])} ops run alike on several ranks, {seconds_text(wasted)} of "
-        f"{seconds_text(whole)} compute ({wasted / whole:.0%}) that a division would save, most at {worst.path} on "
-        f"{worst.copies} ranks; split it, or shorten the axis that does not",
+        text=f"{len([one for _, one in some if one.repeated])} ops are not split over every mesh axis, so ranks repeat "
+        f"their work: {seconds_text(wasted)} of {seconds_text(whole)} compute ({wasted / whole:.0%}), most at {worst.path} "
+        f"({seconds_text(context.microbatches * worst.repeated)}, the same on {worst.copies} ranks); split these layers "
+        "(plan --fix) or put fewer ranks on the axis that does not split them",
         numbers={"seconds": wasted, "share": wasted / whole, "copies": float(worst.copies)},
     )
 

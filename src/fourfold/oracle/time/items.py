@@ -10,7 +10,7 @@ Category = Literal["compute", "gradient_exchange", "layer_exchange", "halo", "pi
 CATEGORY_LABELS: dict[Category, str] = {
     "compute": "compute",
     "gradient_exchange": "gradient exchange",  # sums of gradients, and weights gathered under ZeRO-3
-    "layer_exchange": "layer exchange",  # activations, and statistics of norms, between ranks of a stage
+    "layer_exchange": "activation exchange",  # activations, and statistics of norms, between ranks of a stage
     "halo": "halo exchange",
     "pipeline": "waiting for other stages",
     "update": "weight update",

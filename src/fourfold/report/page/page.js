@@ -1,6 +1,6 @@
 "use strict";
 const D = JSON.parse(document.getElementById("data").textContent);
-const SPLITS = { batch: "by examples", filter: "by filters (output channels)", channel: "by input channels", domain: "by domain (space, depth, sequence)", replicate: "whole on every rank" };
+const SPLITS = { batch: "by samples", filter: "by filters (output channels)", channel: "by input channels", domain: "by domain (space, depth, sequence)", replicate: "in full on every rank" };
 const KINDS = { F: ["forward", "compute"], B: ["backward", "layer_exchange"], receive: ["receive", "halo"], send: ["send", "halo"], reduce: ["gradient sums", "gradient_exchange"], tie: ["tied gradients", "gradient_exchange"] };
 
 const $ = (id) => document.getElementById(id);
@@ -55,7 +55,7 @@ function ranking() {
   const gain = best && data && data !== best && best.feasible ? ` Data parallelism would take ${seconds(data.step)}${data.feasible ? `, ${digits(data.step / best.step)} times as long` : " and does not fit"}.` : "";
   const words = best && best.feasible ? `Best: ${best.name} on ${best.mesh}, ${seconds(best.step)} a step, ${digits(best.samples)} samples/s.${gain}` : `Nothing fits. ${D.nearest}`;
   $("summary").textContent = `${words} On ${D.where}; ${D.plans.length} plans shown, found in ${digits(D.searched, 2)} s.`;
-  const head = ["plan", "mesh", "step", "samples/s", "spent on", "memory"];
+  const head = ["plan", "mesh", "step", "samples/s", "time spent on", "peak memory"];
   $("plans").tHead.replaceChildren(node("tr", {}, ...head.map((h, k) => node("th", { scope: "col", class: k === 2 || k === 3 ? "n" : null }, h))));
   const longest = Math.max(...D.plans.map((p) => Math.min(p.interval[1], 3 * D.plans[0].interval[1])));
   const most = Math.max(...D.plans.map((p) => Math.max(p.peak, 0)));
@@ -64,7 +64,7 @@ function ranking() {
     const [low, high] = p.interval.map((x) => Math.min(100, 100 * x / longest));
     const between = node("div", { class: "between", style: `left:${low}%;width:${high - low}%` });
     const room = Math.max(p.capacity, most > p.capacity ? most : 0);
-    const full = node("div", { class: `room${p.feasible ? "" : " full"}`, tip: `${bytes(p.peak)} of ${bytes(p.capacity)} on the fullest device` }, node("span", { style: `width:${Math.max(1, 100 * p.peak / room)}%` }));
+    const full = node("div", { class: `room${p.feasible ? "" : " full"}`, tip: `${bytes(p.peak)} of ${bytes(p.capacity)} on the device with the highest peak` }, node("span", { style: `width:${Math.max(1, 100 * p.peak / room)}%` }));
     return node("tr", { class: k === chosen ? "chosen" : null },
       node("td", {}, name), node("td", {}, p.mesh), node("td", { class: "n" }, seconds(p.step)), node("td", { class: "n" }, digits(p.samples)),
       node("td", {}, node("div", { class: "track" }, spentBar(p.breakdown, p.step, longest), between)),
@@ -72,7 +72,7 @@ function ranking() {
   }));
   legend("legend", Object.entries(D.categories).map(([t, w]) => [`var(--${t})`, w]));
   const lines = [...D.notes, ...D.refused.map((r) => `${r.strategy}: ${r.reason}`)];
-  $("refused").replaceChildren(...(lines.length ? [node("details", {}, node("summary", {}, `${D.refused.length} strategies cannot be; notes`), node("ul", {}, ...lines.map((l) => node("li", {}, l))))] : []));
+  $("refused").replaceChildren(...(lines.length ? [node("details", {}, node("summary", {}, `${D.refused.length} strategies are not possible; notes`), node("ul", {}, ...lines.map((l) => node("li", {}, l))))] : []));
 }
 function select(k) {
   chosen = k;
@@ -90,7 +90,7 @@ function plan(p) {
   memory(p);
   view = [0, Math.max(p.step, ...p.timeline.events.map((e) => e[4]))];
   timeline(p);
-  $("findings").replaceChildren(...(p.findings.length ? p.findings : ["nothing stands out"]).map((f) => node("li", {}, f)));
+  $("findings").replaceChildren(...(p.findings.length ? p.findings : ["no limit or bottleneck above its threshold"]).map((f) => node("li", {}, f)));
 }
 
 function splitColour(label) {
@@ -118,7 +118,7 @@ function layers(p) {
     svg.append(group);
   });
   $("layers").replaceChildren(svg);
-  $("layers-hint").textContent = `${p.layers.length} layers from left to right; above, how each is split over the axes of the mesh; below, seconds of a micro-batch's forward and backward on one rank, computing upwards, exchanges downwards.`;
+  $("layers-hint").textContent = `${p.layers.length} layers from left to right; above, how each is split over the axes of the mesh; below, seconds of a micro-batch's forward and backward on one rank, compute upwards, communication downwards.`;
   const used = [...new Set(p.layers.flatMap((l) => l.split).filter(Boolean).map((s) => s.split(":")[0]))];
   legend("split-legend", used.map((s) => [`var(--${s in SPLITS ? s : "none"})`, SPLITS[s] || s]));
 }
@@ -206,7 +206,7 @@ function whatif() {
 function answer(now) {
   const cell = D.grid.cells[`${now.batch}|${now.links}|${now.devices}`], base = D.grid.cells[`${D.grid.asked.batch}|1|${D.grid.asked.devices}`];
   if (!cell || cell.reason) {
-    $("answer").replaceChildren(node("p", { class: cell ? "over" : "hint" }, cell ? `Nothing fits: ${cell.reason}` : "Not worked out: there was no time for this one. Give --what-if more seconds, or plan for it."));
+    $("answer").replaceChildren(node("p", { class: cell ? "over" : "hint" }, cell ? `Nothing fits: ${cell.reason}` : "Not searched: the time limit was reached first. Give --what-if more seconds, or run plan for it."));
     return;
   }
   const ratio = base && !base.reason ? cell.samples / base.samples : null;
@@ -214,7 +214,7 @@ function answer(now) {
   $("answer").replaceChildren(
     node("div", { class: "facts" }, fact(cell.name, `on ${cell.mesh}`), fact(seconds(cell.step), "a step"), fact(digits(cell.samples), "samples/s"), ...(ratio ? [fact(`${digits(ratio)} x`, "as many samples/s as planned for")] : []), fact(bytes(cell.peak), `of ${bytes(cell.capacity)}`)),
     spentBar(cell.breakdown, cell.step, cell.step),
-    ...(base && cell.measured < .9 * base.measured ? [node("p", { class: "hint" }, `Of its computing ${percent(cell.measured)} rests on kernels timed for it, of the plan asked for ${percent(base.measured)}; the rest is an estimate that is mostly too fast.`)] : []));
+    ...(base && cell.measured < .9 * base.measured ? [node("p", { class: "hint" }, `${percent(cell.measured)} of its compute time comes from measured kernels (${percent(base.measured)} in the plan above); the rest is estimated, and mostly too low.`)] : []));
 }
 
 // --- scaling ---
@@ -246,11 +246,11 @@ function scaling() {
 function runs() {
   if (!D.runs.length) { $("runs").hidden = true; return; }
   const most = Math.max(...D.runs.flatMap((r) => [r.predicted || 0, r.measured || 0]));
-  const bar = (value, colour, words) => node("div", { class: "row" }, node("span", {}, words), node("div", { class: "room" }, node("span", { style: `width:${100 * (value || 0) / most}%;background:${colour}` })), node("span", {}, value ? seconds(value) : "not known"));
+  const bar = (value, colour, words) => node("div", { class: "row" }, node("span", {}, words), node("div", { class: "room" }, node("span", { style: `width:${100 * (value || 0) / most}%;background:${colour}` })), node("span", {}, value ? seconds(value) : "not predicted"));
   $("measured").replaceChildren(...D.runs.flatMap((r) => {
-    const off = r.predicted && r.measured ? `predicted to ${percent(1 - Math.abs(r.predicted - r.measured) / r.measured)}` : "";
+    const off = r.predicted && r.measured ? `prediction is ${r.predicted < r.measured ? "-" : "+"}${percent(Math.abs(r.predicted - r.measured) / r.measured)} from the measurement` : "";
     const peak = r.predicted_peak && r.measured_peak ? `peak ${bytes(r.measured_peak)}, predicted ${bytes(r.predicted_peak)}` : "";
-    const same = r.equal === true ? "the numbers of one device" : r.equal === false ? "NOT the numbers of one device" : "";
+    const same = r.equal === true ? "equal to one device" : r.equal === false ? "NOT equal to one device" : "";
     const last = r.losses.length ? `loss ${digits(r.losses[0])} to ${digits(r.losses.at(-1))} in ${r.losses.length} steps` : "";
     return [node("h3", {}, r.strategy), node("p", { class: "hint" }, [off, peak, same, last].filter(Boolean).join("; ")), bar(r.predicted, "var(--c4)", "predicted"), bar(r.measured, "var(--c2)", "measured")];
   }));

@@ -60,10 +60,10 @@ def assembled(data: Mapping[str, Any]) -> str:
     """The page with its data, style and script inside."""
     room = files("fourfold.report.page")
     parts = {name: room.joinpath(f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    told = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
     out = parts["html"]
-    for name, text in (("css", parts["css"]), ("js", parts["js"]), ("data", told)):
-        out = out.replace(f"/*{name}*/", text, 1)
+    for name, part in (("css", parts["css"]), ("js", parts["js"]), ("data", text)):
+        out = out.replace(f"/*{name}*/", part, 1)
     return out
 
 
