@@ -93,7 +93,7 @@ def test_reproduce_writes_a_page_and_a_record(paper: str, tmp_path: Path, capsys
 
 def test_a_failed_expectation_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Reproduction(name="paradl", title="t", tables=(), expectations=(near("x", 2.0, 1.0, within=0.01, mark="read"),))
-    monkeypatch.setattr(paradl, "reproduced", lambda told, *, runs: failed)
+    monkeypatch.setattr(paradl, "reproduce", lambda progress, *, runs: failed)
     assert run(["reproduce", "paradl", "-o", str(tmp_path / "page.html")]) == 1
     assert "does not hold" in (tmp_path / "page.html").read_text()
 

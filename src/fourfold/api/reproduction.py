@@ -14,5 +14,5 @@ Progress = Callable[[str, int, int], None]
 
 def rerun(paper: str, *, runs: bool = True, progress: Progress = lambda words, done, total: None) -> Reproduction:
     """A paper's experiment beside its figures. `runs`: also what needs ranks, some minutes, and root for slow links."""
-    study: Reproduction = import_module(f"fourfold.reproduce.{paper}").reproduced(progress, runs=runs)
+    study: Reproduction = import_module(f"fourfold.reproduce.{paper}").reproduce(progress, runs=runs)
     return study

@@ -29,7 +29,7 @@ from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.spec.schedule_timing import Transfers, makespan
 from fourfold.reproduce.race import DDP, OPTIMIZER, Contender, Outcome, Race, between
-from fourfold.reproduce.study import Expectation, Mark, Reproduction, Steps, Table, Told, at_least, silent
+from fourfold.reproduce.study import Expectation, Mark, Progress, Reproduction, Steps, Table, at_least, silent
 from fourfold.workload.workload import load_workload
 
 STAGES, MICROBATCHES, FORWARD, BACKWARD, TRANSFER = 4, 32, 1.0, 2.0, 0.5
@@ -109,7 +109,7 @@ class Compared:
 
     @property
     def words(self) -> str:
-        return f"{self.case.words}, foretold"
+        return f"{self.case.words}, predicted"
 
     @property
     def speedup(self) -> float:
@@ -145,10 +145,10 @@ class Raced:
         return f"{_short(self.race.model)} on {self.hosts} hosts at 100 Mbit/s, measured"
 
 
-def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
+def reproduce(progress: Progress = silent, *, runs: bool = True) -> Reproduction:
     """The paper rerun."""
     cases = (*GPUS, *SLOW, *BOARDS)
-    steps = Steps(told, len(cases) + 2 + (len(RACES) if runs else 0))
+    steps = Steps(progress, len(cases) + 2 + (len(RACES) if runs else 0))
     steps("schedules")
     schedules, expected = _schedules()
     found = []
@@ -294,7 +294,7 @@ def _deepest() -> Table:
         title=f"The deepest GNMT, {width} wide, that {devices} V100s of 16 GB hold, batch {batch}",
         rows=tuple(rows),
         head=("style", "layers", "of data's"),
-        note=f"In steps of {DEPTHS.step} layers, memory foretold.",
+        note=f"In steps of {DEPTHS.step} layers, memory predicted.",
     )
 
 

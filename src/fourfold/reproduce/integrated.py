@@ -14,7 +14,7 @@ from fourfold.oracle.cost_model import Setting
 from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan
 from fourfold.plans.layout.mesh import divisors
-from fourfold.reproduce.study import Expectation, Reproduction, Table, Told, near, silent
+from fourfold.reproduce.study import Expectation, Progress, Reproduction, Table, near, silent
 from fourfold.workload.workload import load_workload
 
 ALPHA = 2e-6  # seconds of a message
@@ -158,7 +158,7 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
     rows, expected = [], []
     curves: dict[str, list[tuple[float, float]]] = {"batch": [], "one grid": [], "grid for the classifier": []}
     for devices in DEVICES:
-        told = PAPER[devices]
+        printed = PAPER[devices]
         batch, (one, one_time) = pure_batch(devices), best(devices, single_grid)
         fc, fc_time = best(devices, classifier_grid)
         for name, value in zip(curves, (batch, one_time, fc_time), strict=True):
@@ -166,12 +166,12 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
         grid = f"{one[0]}x{one[1]}, {one_time:.1f}"
         rows.append((str(devices), f"{batch:.1f}", grid, f"{fc[0]}x{fc[1]}, {fc_time:.1f}"))
         expected += [
-            near(f"P = {devices}: pure batch, s/epoch", batch, told[0], within=0.01, mark="recomputed"),
-            near(f"P = {devices}: best single grid, s/epoch", one_time, told[2], within=0.01, mark="recomputed"),
+            near(f"P = {devices}: pure batch, s/epoch", batch, printed[0], within=0.01, mark="recomputed"),
+            near(f"P = {devices}: best single grid, s/epoch", one_time, printed[2], within=0.01, mark="recomputed"),
             near(
                 f"P = {devices}: best grid for FC, s/epoch",
                 fc_time,
-                told[4],
+                printed[4],
                 within=0.01,
                 mark="recomputed",
                 chief=devices == DEVICES[-1],
@@ -179,9 +179,9 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
             Expectation(
                 what=f"P = {devices}: the grids",
                 ours=f"{one} and {fc}",
-                paper=f"{told[1]} and {told[3]}",
+                paper=f"{printed[1]} and {printed[3]}",
                 mark="recomputed",
-                holds=(one, fc) == (told[1], told[3]),
+                holds=(one, fc) == (printed[1], printed[3]),
             ),
         ]
     table = Table(
@@ -214,10 +214,10 @@ def _beyond() -> Table:
     )
 
 
-def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
+def reproduce(progress: Progress = silent, *, runs: bool = True) -> Reproduction:
     """The paper rerun. Nothing of it runs on ranks: the paper's communication is modelled too."""
     tables, expected = formulas()
-    asked = _planned(told)
+    asked = _planned(progress)
     gain = asked.plot["gain over data parallelism"][-1][1]
     expected.append(
         Expectation(
@@ -249,11 +249,11 @@ CHANGED = (
 )
 
 
-def _planned(told: Told) -> Table:
+def _planned(progress: Progress) -> Table:
     seen = load_workload("alexnet", batch=BATCH, data=False)
     rows, gains = [], []
     for k, devices in enumerate(DEVICES):
-        told(f"planning for {devices}", k, len(DEVICES))
+        progress(f"planning for {devices}", k, len(DEVICES))
         setting = Setting(prices=known_prices(cluster_named("cori-knl", devices=devices), "fp32"))
         found = search(SearchTask(graph=seen.graph, batch=BATCH, setting=setting))
         best = found.best or found.candidates[0]

@@ -27,7 +27,7 @@ from fourfold.oracle.paradl.projection import Projection, inputs_of, project
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
 from fourfold.plans import Options, Plan, lower_plan, named
-from fourfold.reproduce.study import Expectation, Reproduction, Table, Told, at_least, near, silent
+from fourfold.reproduce.study import Expectation, Progress, Reproduction, Table, at_least, near, silent
 from fourfold.workload.workload import load_workload
 
 SAMPLES = 1.28e6
@@ -122,15 +122,15 @@ def off(row: dict[str, Any], what: str) -> float:
     return float(seconds * SAMPLES / found.batch / row[f"paradl_{what}"] - 1)
 
 
-def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
+def reproduce(progress: Progress = silent, *, runs: bool = True) -> Reproduction:
     """The paper rerun. Nothing is run anew: measured are the paper's runs, and ours of `make accuracy`."""
-    told("the authors' table", 0, 4)
+    progress("the authors' table", 0, 4)
     table, expected = _published()
     projected = []
     for k, (name, network) in enumerate((("ResNet-50", RESNET50), ("VGG16", VGG16))):
-        told(f"projecting {name}", 1 + k, 4)
+        progress(f"projecting {name}", 1 + k, 4)
         projected.append(_projected(name, network))
-    told("limits", 3, 4)
+    progress("limits", 3, 4)
     limits, stopped = _limits()
     accuracy, near_enough = _accuracy()
     return Reproduction(

@@ -1,4 +1,4 @@
-"""Plans timed on real ranks, step by step in turn, each told what it holds; beside them, where asked for, torch's DDP.
+"""Plans timed on real ranks, step by step in turn, with what each holds; beside them, where asked for, torch's DDP.
 
 On local ranks, or on hosts with slow links between them: there it is a program on each host, under torchrun.
 """

@@ -19,7 +19,7 @@ from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.scaling import Row, Study
 from fourfold.plans import lower_plan, named
 from fourfold.reproduce.race import OPTIMIZER, Contender, Outcome, Race, between, local
-from fourfold.reproduce.study import Expectation, Reproduction, Steps, Table, Told, at_least, near, silent
+from fourfold.reproduce.study import Expectation, Progress, Reproduction, Steps, Table, at_least, near, silent
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import verify
 from fourfold.runtime.rank_pool import rank_pool
@@ -44,9 +44,9 @@ def strategy(k: int) -> str:
     return f"splitbrain:k={k}" if k > 1 else "data"
 
 
-def reproduced(told: Told = silent, *, runs: bool = True) -> Reproduction:
+def reproduce(progress: Progress = silent, *, runs: bool = True) -> Reproduction:
     """The paper rerun."""
-    steps = Steps(told, 2 + (sum(map(len, GROUPS.values())) + 2 * len(GROUPS) if runs else 0))
+    steps = Steps(progress, 2 + (sum(map(len, GROUPS.values())) + 2 * len(GROUPS) if runs else 0))
     tables: list[Table] = []
     expected: list[Expectation] = []
     notes = [
@@ -233,7 +233,7 @@ def _simulated(steps: Steps) -> tuple[Table, list[Expectation]]:
         f"{EXAMPLES[-1]} examples a worker. The paper's machines are unknown, and so is its batch."
     )
     head = ("examples a worker", "K", "step, s", "examples/s", "efficiency")
-    table = Table(title=f"{WORKERS[-1]} workers, foretold", head=head, rows=tuple(rows), note=note, plot=curves)
+    table = Table(title=f"{WORKERS[-1]} workers, predicted", head=head, rows=tuple(rows), note=note, plot=curves)
     return table, [
         at_least(
             f"efficiency of {WORKERS[-1]} workers, {which}, {EXAMPLES[-1]} examples each",

@@ -10,7 +10,7 @@ Mark = Literal["read", "recomputed", "remembered", "unknown"]
 """How sure a paper's figure is: read in the authors' text or tables; recomputed from their formulas; remembered or rederived
 (the structure trusted, constants not); unknown."""
 
-Told = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 """Hears what is done next, how much is done, and of how much."""
 
 
@@ -19,13 +19,13 @@ def silent(words: str, done: int, of: int) -> None:
 
 
 class Steps:
-    """Counts what is told."""
+    """Numbers the steps that are reported."""
 
-    def __init__(self, told: Told, of: int) -> None:
-        self.told, self.of, self.done = told, of, 0
+    def __init__(self, progress: Progress, of: int) -> None:
+        self.progress, self.of, self.done = progress, of, 0
 
     def __call__(self, words: str) -> None:
-        self.told(words, self.done, self.of)
+        self.progress(words, self.done, self.of)
         self.done += 1
 
 

@@ -24,36 +24,38 @@ WIDE, TALL, LEFT, UNDER = 640, 280, 64, 40  # of a plot, in pixels
 STEEP = 20  # times: curves that fall or rise by more are drawn on a logarithmic scale
 
 
-def reproduction_text(told: Reproduction, *, file: str | None = None) -> RenderableType:
+def reproduction_text(reproduction: Reproduction, *, file: str | None = None) -> RenderableType:
     """`reproduce`: tables, then expectations."""
-    parts: list[RenderableType] = [Text(told.title)]
-    for table in told.tables:
+    parts: list[RenderableType] = [Text(reproduction.title)]
+    for table in reproduction.tables:
         shown = _table(table.head[0], *(f"{name}>" for name in table.head[1:]))
         for row in table.rows:
             shown.add_row(*row)
         parts += [Text(""), Text(table.title), shown, *([Text(table.note)] if table.note else [])]
     expected = _table("expected", "ours>", "paper>", "the paper's figure is", "")
-    for e in told.expectations:
+    for e in reproduction.expectations:
         expected.add_row(e.what, e.ours, e.paper, e.mark, "holds" if e.holds else "DOES NOT HOLD")
-    held = sum(e.holds for e in told.expectations)
-    marks = [f"{mark}: {MARKS[mark]}" for mark in dict.fromkeys(e.mark for e in told.expectations)]
-    lines = [f"{held} of {len(told.expectations)} expectations hold.", *marks, *told.notes]
+    held = sum(e.holds for e in reproduction.expectations)
+    marks = [f"{mark}: {MARKS[mark]}" for mark in dict.fromkeys(e.mark for e in reproduction.expectations)]
+    lines = [f"{held} of {len(reproduction.expectations)} expectations hold.", *marks, *reproduction.notes]
     return Group(*parts, Text(""), expected, *map(Text, [*lines, *([f"written to {file}"] if file else [])]))
 
 
-def reproduction_page(told: Reproduction) -> str:
+def reproduction_page(reproduction: Reproduction) -> str:
     """One HTML file with everything in it."""
     style = files("fourfold.report.page").joinpath("page.css").read_text("utf-8")
-    body = [f'<header><div><p class="brand">Fourfold</p><h1>{escape(told.title)}</h1></div></header><main>']
-    for table in told.tables:
+    body = [f'<header><div><p class="brand">Fourfold</p><h1>{escape(reproduction.title)}</h1></div></header><main>']
+    for table in reproduction.tables:
         note = f'<p class="hint">{escape(table.note)}</p>' if table.note else ""
         body.append(f"<section><h2>{escape(table.title)}</h2>{_html(table)}{note}{_plot(table.plot)}</section>")
-    rows = tuple((e.what, e.ours, e.paper, MARKS[e.mark], "holds" if e.holds else "does not hold") for e in told.expectations)
+    rows = tuple(
+        (e.what, e.ours, e.paper, MARKS[e.mark], "holds" if e.holds else "does not hold") for e in reproduction.expectations
+    )
     head = ("expected", "ours", "paper", "the paper's figure is", "")
     body.append(f"<section><h2>What was expected</h2>{_html(Table(title='', head=head, rows=rows))}")
-    body += [*(f"<p>{escape(note)}</p>" for note in told.notes), "</section></main>"]
+    body += [*(f"<p>{escape(note)}</p>" for note in reproduction.notes), "</section></main>"]
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    top = f"<head>{meta}<title>{escape(told.title)}</title><style>{style}</style></head>"
+    top = f"<head>{meta}<title>{escape(reproduction.title)}</title><style>{style}</style></head>"
     return f'<!DOCTYPE html><html lang="en">{top}<body>{"".join(body)}</body></html>'
 
 
@@ -107,8 +109,8 @@ def _drawn(
     for tick in ticks:
         across, down = at(xs[0], tick)
         yield f'<line x1="{LEFT}" x2="{WIDE - 20}" y1="{down:.1f}" y2="{down:.1f}" style="stroke:var(--line)"/>'
-        told = f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}"
-        yield f'<text x="{LEFT - 8}" y="{down + 4:.1f}" text-anchor="end">{told}</text>'
+        text = f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}"
+        yield f'<text x="{LEFT - 8}" y="{down + 4:.1f}" text-anchor="end">{text}</text>'
     for k, curve in enumerate(curves.values()):
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in (at(x, y) for x, y in curve))
         yield f'<polyline points="{line}" style="fill:none;stroke:var(--c{k % 10});stroke-width:2"/>'

@@ -15,7 +15,7 @@ from fourfold.errors import WorkerFailed
 from fourfold.runtime.host.processes import children, end_with, is_alive, is_stopped, variable
 
 DEATH_SECONDS = 1.0  # the connection to a dying process closes before it is seen to be dead
-_MARK = "failure-said"
+_MARK = "failure-reported"
 
 
 def started_by_torchrun() -> bool:
