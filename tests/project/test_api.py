@@ -72,7 +72,7 @@ def test_a_name_nobody_promised_is_an_attribute_error() -> None:
 def test_a_named_strategy_is_priced() -> None:
     found = planned(strategy="data")
     (candidate,) = found.ranking.candidates
-    assert candidate.seconds > 0
+    assert candidate.step_seconds > 0
     assert found.best.strategy == "data"
     assert "data" in str(found) and "step" in str(found)
 
@@ -90,7 +90,7 @@ def test_a_schedule_that_can_only_be_planned_has_no_price() -> None:
 
 
 def step(**arguments: Any) -> float:
-    return float(planned(strategy="data", cluster="dgx-h100", **arguments).ranking.candidates[0].seconds)
+    return float(planned(strategy="data", cluster="dgx-h100", **arguments).ranking.candidates[0].step_seconds)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_each_argument_of_a_strategy_changes_its_price(changed: dict[str, Any]) 
 
 
 def test_the_cluster_of_a_strategy_changes_its_price() -> None:
-    assert planned(strategy="data", cluster="ethernet-1g").ranking.candidates[0].seconds != step()
+    assert planned(strategy="data", cluster="ethernet-1g").ranking.candidates[0].step_seconds != step()
 
 
 def test_options_shape_the_plan_of_a_strategy() -> None:

@@ -13,7 +13,7 @@ Wrong by its own account: compute is divided ideally by p, memory knows no reuse
 reading data costs nothing. Further: nothing overlaps, devices are of one kind, ZeRO and recomputation do not exist and are
 refused. It stands here to be compared with; Fourfold's own estimate replays what runs.
 
-`project` takes the formulas' bare inputs; `paradl` makes them from a graph, a plan and a cluster.
+`project` takes the formulas' bare inputs; `projection.inputs_of` makes them from a graph, a plan and a cluster.
 """
 
 from __future__ import annotations
