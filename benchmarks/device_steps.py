@@ -29,7 +29,7 @@ from fourfold.graph import Graph
 from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS, Example
-from fourfold.oracle.time.gradient_accumulation import gradient_sums
+from fourfold.oracle.time.gradient_fan_in import gradient_sums
 from fourfold.plans import lower_plan, named
 from fourfold.plans.lists.lowered_plan import LoweredPlan
 

@@ -13,7 +13,7 @@ from fourfold.oracle.prices.fitting import fit
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.oracle.time.estimate import estimate
-from fourfold.oracle.time.gradient_accumulation import gradient_sums
+from fourfold.oracle.time.gradient_fan_in import gradient_sums
 from fourfold.oracle.time.stage import StagePrices
 from fourfold.plans import LoweredPlan, lower_plan, named
 from small import batch_of, graph_of

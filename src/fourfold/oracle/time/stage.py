@@ -16,19 +16,23 @@ from fourfold.cluster import Collective
 from fourfold.graph.spec import computed_as
 from fourfold.oracle.prices.kernels import Kernel, kernel_of
 from fourfold.oracle.prices.prices import UNKNOWN_SPREAD, KernelTime, Prices
-from fourfold.oracle.time.gradient_accumulation import gradient_sums
+from fourfold.oracle.time.gradient_fan_in import gradient_sums
 from fourfold.oracle.time.items import Item
 from fourfold.oracle.time.stage_comm import StageComm
 from fourfold.plans.lists.actions import (
     Action,
     Await,
     Back,
+    Barrier,
+    Complete,
     Fetch,
+    Free,
     GatherSlices,
     Give,
     Launch,
     Limit,
     Opening,
+    Release,
     Sum,
     Update,
     flat,
@@ -39,6 +43,9 @@ from fourfold.plans.lists.rank_classes import rank_classes, share_of
 from fourfold.plans.lists.saved_tensors import Share
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.program import Compute, Move
+
+UNTIMED = (Barrier, Complete, Free, Release)
+"""Actions without a time of their own: waits are part of what is waited for, memory is freed at once."""
 
 
 class StagePrices:
@@ -94,8 +101,8 @@ class StagePrices:
         self.sent: list[str] = []  # messages with gradients of divided weights
         self.unpacking: dict[str, list[Item]] = {}  # by message: what follows its arrival
         for action in flat(actions):
-            price = self._price.get(type(action))
-            yield from price(action) if price is not None else ()
+            if type(action) not in UNTIMED:
+                yield from self._price[type(action)](action)
 
     def _with_waits(self, items: Iterable[Item]) -> list[Item]:
         """The items, with blocking exchanges lengthened by what was measured after as much computing."""

@@ -1,4 +1,4 @@
-"""What later ops need of a dim, read backwards through the graph before lowering.
+"""What later ops need of a dim, read off the graph before lowering: backwards for blocks, forwards for the domain.
 
 `block_hints`: how to cut the output features of a product so that the heads, groups, chunks or gates it holds stay whole:
 a dim is `outer` equal blocks, each cut at multiples of `unit` (fused QKV of 12 heads of 64: outer 3, unit 64).
