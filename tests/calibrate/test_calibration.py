@@ -24,6 +24,7 @@ from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import LoweredPlan, lower_plan, named
+from fourfold.plans.lists.comm_batches import RING_BYTES
 from fourfold.runtime.host.launch import Ranks
 from ranks import pool
 from small import graph_of
@@ -317,3 +318,10 @@ def test_a_table_of_kernels_says_what_its_numbers_are() -> None:
     add_kernels("documented", {"a": KernelTime(forward=1.0, backward=2.0)})
     data = json.loads(kernels_file("documented").read_text())
     assert data["about"] == "documented" and "seconds" in data["unit"] and data["fields"][0] == "forward"
+
+
+def test_gradients_larger_than_the_ring_are_timed_in_one_of_their_own_size() -> None:
+    (request,) = [r for r in requests(["a", "a"]) if r.collective == "shared_give"]
+    large = 1.5 * RING_BYTES
+    for found in pool(2)(measured, request, (large,)):
+        assert [size for size, _ in found.points] == [large]

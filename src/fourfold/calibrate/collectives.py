@@ -307,7 +307,8 @@ def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
     moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
     weights = [GatheredWeight(move, (numel,), shards[move.value]) for move in moves]
-    ring = min(RING_BYTES, 2 * PLACES * gradient_bytes(exchange.adjoint.steps[0], 4))
+    gradient = gradient_bytes(exchange.adjoint.steps[0], 4)
+    ring = max(min(RING_BYTES, 2 * PLACES * gradient), 2 * gradient)
     transport = _if_room(lambda: SharedTransport(weights, shards, world, ring))
     if transport is None:
         return None
