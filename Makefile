@@ -32,7 +32,7 @@ demo: setup  ## measure this machine, find the best plan for it, train with it o
 	$(BIN)/fourfold explain $(DEMO)/best.json
 	$(BIN)/fourfold verify $(MODEL) --plan $(DEMO)/best.json --ranks 2 --no-predict
 	$(BIN)/fourfold train $(MODEL) --cluster $(DEMO)/cluster.toml --strategy data --ranks 2 --batch 16 --data digits --record $(DEMO)/data.json
-	$(BIN)/fourfold train $(MODEL) --cluster $(DEMO)/cluster.toml --plan $(DEMO)/best.json --ranks 2 --data digits --record $(DEMO)/run.json
+	$(BIN)/fourfold train $(MODEL) --cluster $(DEMO)/cluster.toml --plan $(DEMO)/best.json --ranks 2 --steps 60 --data digits --record $(DEMO)/run.json
 	$(BIN)/fourfold report $(DEMO)/best.json $(DEMO)/data.json $(DEMO)/run.json -o $(DEMO)/report.html
 	@echo "demo: done. Open $(DEMO)/report.html in a browser; then docs/README.md, or \`$(BIN)/fourfold --help\`."
 
