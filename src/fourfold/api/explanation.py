@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.api.settings import cluster_of, priced_graph, setting_of
+from fourfold.api.settings import priced_graph, setting_of
 from fourfold.cluster import Cluster
 from fourfold.errors import InvalidInput
 from fourfold.planner import SearchTask, search
@@ -32,10 +32,6 @@ class PlanRequest:
     cluster: str | Cluster
     precision: str
     optimizer: str
-
-    def cluster_with(self, devices: int) -> Cluster:
-        """The cluster with so many devices in use."""
-        return cluster_of(self.cluster, devices)
 
 
 @dataclass(frozen=True, kw_only=True)
