@@ -86,7 +86,7 @@ def _wanted(model: str, way: str, count: int, only: Sequence[str]) -> bool:
 def _of_model(model: str, workload: Workload, ways: Sequence[str], ranks: Ranks) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         data = Path(folder, "data.pt")
-        save_data(workload.case, data)
+        save_data(workload.example, data)
         for way in ways:
             about: Row = {"model": model, "strategy": way, "ranks": ranks.count}
             try:

@@ -66,10 +66,10 @@ def test_the_page_tells_what_was_found(text: str) -> None:
 @pytest.mark.parametrize("text", PLAIN)
 def test_the_program_on_one_rank_is_the_module_in_float32(text: str) -> None:
     subject, start = case(text), reference(text).start
-    eager = eager_trial(subject, start, subject.case.tensors, precision="fp32", optimizer="sgd", steps=1)
+    eager = eager_trial(subject, start, subject.example.tensors, precision="fp32", optimizer="sgd", steps=1)
     plan = named("data", subject.graph, ranks=1, batch=subject.batch)
     task = ComparisonRun(graph=subject.graph, plan=plan, data="", precision="fp32", steps=1)
-    ours = run_steps(task, start, subject.case.tensors)
+    ours = run_steps(task, start, subject.example.tensors)
     assert ours.losses == pytest.approx(eager.losses, rel=1e-6)
     for name, output in eager.outputs.items():
         torch.testing.assert_close(ours.outputs[name], output)

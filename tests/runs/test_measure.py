@@ -30,15 +30,15 @@ def small() -> Workload:
 def peak(seen: Workload, **options: int) -> int:
     """On one rank, in one micro-batch unless told otherwise."""
     plan = seen.plan("data", ranks=1, options=Options(**options))
-    state = {key: tensor.detach() for key, tensor in stored_tensors(seen.case).items()}
+    state = {key: tensor.detach() for key, tensor in stored_tensors(seen.example).items()}
     running = runner(ComparisonRun(graph=seen.graph, plan=plan, data="", precision="fp32"), state, Randomness())
-    feeds = dict(zip((*seen.graph.inputs, *seen.graph.targets), seen.case.tensors, strict=True))
+    feeds = dict(zip((*seen.graph.inputs, *seen.graph.targets), seen.example.tensors, strict=True))
     optimizer = optimizer_named("sgd")([tensor for _, tensor in running.named()])
     return measure(running, optimizer, feeds).peak_bytes
 
 
 def test_the_peak_holds_weights_and_gradients_and_falls_with_micro_batches(small: Workload) -> None:
-    weights = held_bytes(t.detach() for t in small.case.module.parameters())
+    weights = held_bytes(t.detach() for t in small.example.module.parameters())
     whole, pieces = peak(small), peak(small, microbatches=4)
     assert whole > pieces > 2 * weights
 
@@ -85,7 +85,7 @@ def run(seen: Workload, strategy: str, ranks: int, **options: object) -> History
 
 def test_shared_rows_count_on_the_rank_they_belong_to(small: Workload) -> None:
     """Data parallelism on one host: weights, momentum, gradients as backward makes them and as the ranks sum them."""
-    weights = held_bytes(t.detach() for t in small.case.module.parameters())
+    weights = held_bytes(t.detach() for t in small.example.module.parameters())
     history = run(small, "data", 2)
     assert history.waiting == ()
     assert all(4 * weights < peak < 8 * weights for peak in history.peaks)

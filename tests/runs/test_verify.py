@@ -129,7 +129,7 @@ def test_a_bias_before_a_batch_norm_is_compared_with_the_others(reference: Refer
 
 def test_the_module_is_left_as_it_was(reference: Reference) -> None:
     assert reference.perturbed.losses
-    now = reference.workload.case.module.state_dict()
+    now = reference.workload.example.module.state_dict()
     assert all(torch.equal(now[key], tensor) for key, tensor in reference.start.items())
     assert now["0.weight"].dtype == torch.float32
 

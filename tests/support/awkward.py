@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.graph.capture import capture
+from fourfold.models import Example
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.spec.plan import Stage
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import Verdict, verify
-from fourfold.workload.model_text import Case
 from fourfold.workload.workload import Workload
 from ranks import pool
 from small import example, graph_of
@@ -140,23 +140,23 @@ def ignoring(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
 
 
-def _weighted() -> Case:
+def _weighted() -> Example:
     loss = nn.CrossEntropyLoss(weight=torch.arange(1.0, WIDTH + 1), ignore_index=2)
-    return Case(FrozenFirst(), (_rows(),), (torch.randint(WIDTH, (BATCH,)),), loss)
+    return Example(FrozenFirst(), (_rows(),), (torch.randint(WIDTH, (BATCH,)),), loss)
 
 
 def _rows() -> Tensor:
     return torch.randn(BATCH, WIDTH)
 
 
-def _tokens() -> Case:
+def _tokens() -> Example:
     ids, labels = torch.randint(11, (BATCH, 5)), torch.randint(11, (BATCH, 5))
     labels[torch.arange(BATCH)[:, None] * 5 + torch.arange(5) < 17] = -1  # three samples have no target at all
-    return Case(Tokens(), (ids, torch.randn(5, 5)), (labels,), ignoring)
+    return Example(Tokens(), (ids, torch.randn(5, 5)), (labels,), ignoring)
 
 
-NETS: dict[str, Callable[[], Case]] = {
-    **{net.__name__: lambda net=net: Case(net(), (_rows(),), (), None)  # type: ignore[misc]
+NETS: dict[str, Callable[[], Example]] = {
+    **{net.__name__: lambda net=net: Example(net(), (_rows(),), (), None)  # type: ignore[misc]
        for net in (Fork, FrozenFirst, FrozenMiddle, FrozenLast, Detached, Early, Shared, Normed, Dropped)},
     "Tokens": _tokens,
     "Weighted": _weighted,
@@ -207,18 +207,18 @@ class Alone:
         return [function(*args)]
 
 
-def _judge(case: Case, graph: Any) -> Judge:
-    seen = Workload(text="a net", case=case, graph=graph)
+def _judge(example: Example, graph: Any) -> Judge:
+    seen = Workload(text="a net", example=example, graph=graph)
     return Judge(workload=seen, reference=Reference(workload=seen, steps=2))
 
 
 @cache
 def net(name: str) -> Judge:
     torch.manual_seed(0)
-    case = NETS[name]()
-    return _judge(case, capture(case.module, case.inputs, case.targets, case.loss))
+    net = NETS[name]()
+    return _judge(net, capture(net.module, net.inputs, net.targets, net.loss))
 
 
 @cache
 def built_in(name: str) -> Judge:
-    return _judge(Case(*example(name)), graph_of(name))
+    return _judge(example(name), graph_of(name))

@@ -234,7 +234,7 @@ def _prepared_run(
     with rank_pool(ranks if plan is None or ranks is not None else plan.size) as pool:
         workload = _workload_on(pool, model, batch=plan.batch if plan is not None else batch, seed=seed)
         chosen = plan if plan is not None else workload.plan(str(strategy), ranks=pool.count, options=options)
-        module = workload.case.module
+        module = workload.example.module
         if not module.training:
             note(IN_EVAL_MODE.format(type(module).__name__))
         chosen.check(workload.graph)
@@ -252,7 +252,7 @@ def _workload_on(pool: Ranks | TorchrunRanks, model: str | Workload, *, batch: i
     if isinstance(model, Workload):
         if batch is not None and batch != model.batch:
             raise InvalidInput(f"the workload has a batch of {model.batch}, {batch} is asked for; give it inputs of that batch")
-        return replace(model, case=materialise(model.case, seed=seed))
+        return replace(model, example=materialise(model.example, seed=seed))
     own = load_workload(model, batch=batch, seed=seed) if is_leader() else None
     graph = share(pool, lambda: own.graph if own is not None else None)
     return own or load_workload(model, batch=batch, seed=seed, graph=graph)

@@ -5,7 +5,7 @@ moved, so that every process and every device sees the same numbers; on meta onl
 module-level functions because they travel to other processes by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,12 +14,23 @@ from torch import Tensor, nn
 
 
 class Example(NamedTuple):
-    """`(module, inputs, targets, loss)`; batch is dim 0 of each tensor; call `loss(outputs, *targets)`."""
+    """A module with one batch of data: batch is dim 0 of each tensor. The loss is called as `loss(outputs, *targets)`; without
+    one, the mean square of the outputs stands in."""
 
     module: nn.Module
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] | Mapping[str, Tensor]
     targets: tuple[Tensor, ...]
-    loss: Callable[..., Tensor]
+    loss: Callable[..., Tensor] | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Inputs and targets in the order a graph names them."""
+        inputs = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
+        return [*inputs, *self.targets]
+
+    @property
+    def batch(self) -> int:
+        return next(int(t.shape[0]) for t in self.tensors if t.dim())
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.files import json_text, write_file
+from fourfold.models import Example
 from fourfold.plans import Options
 from fourfold.reproduce.hosts import hosts
 from fourfold.runs.train import forget, holding, one_step, start
@@ -27,7 +28,6 @@ from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
-from fourfold.workload.model_text import Case
 from fourfold.workload.workload import Workload, load_workload
 
 DDP = "ddp"
@@ -96,7 +96,7 @@ def run(race: Race, team: Ranks | TorchrunRanks) -> dict[str, Outcome]:
 
 def _start(contender: Contender, seen: Workload, team: Ranks | TorchrunRanks) -> None:
     if contender.strategy == DDP:
-        team(begin_peer, seen.case, [seen.graph.batch_dim(name) for name in (*seen.graph.inputs, *seen.graph.targets)])
+        team(begin_peer, seen.example, [seen.graph.batch_dim(name) for name in (*seen.graph.inputs, *seen.graph.targets)])
         return
     plan = seen.plan(contender.strategy, ranks=team.count, options=Options(**contender.options))
     start(seen, plan, team, optimizer=OPTIMIZER, name=contender.name)
@@ -109,12 +109,12 @@ def _fullest(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
 class Peer:
     """This rank's share under torch's DistributedDataParallel: its part of the examples."""
 
-    def __init__(self, case: Case, dims: Sequence[int | None]) -> None:
+    def __init__(self, example: Example, dims: Sequence[int | None]) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.module = DistributedDataParallel(case.module)
-        self.loss = case.loss
-        mine = [x if d is None else x.tensor_split(size, d)[rank] for x, d in zip(case.tensors, dims, strict=True)]
-        self.inputs, self.targets = mine[: len(case.inputs)], mine[len(case.inputs) :]
+        self.module = DistributedDataParallel(example.module)
+        self.loss = example.loss
+        mine = [x if d is None else x.tensor_split(size, d)[rank] for x, d in zip(example.tensors, dims, strict=True)]
+        self.inputs, self.targets = mine[: len(example.inputs)], mine[len(example.inputs) :]
         self.optimizer = optimizer_named(OPTIMIZER)(list(self.module.parameters()))
 
     def step(self) -> tuple[float, float]:
@@ -131,8 +131,8 @@ class Peer:
 _peer: list[Peer] = []  # of this process
 
 
-def begin_peer(case: Case, dims: Sequence[int | None]) -> None:
-    _peer[:] = [Peer(case, dims)]
+def begin_peer(example: Example, dims: Sequence[int | None]) -> None:
+    _peer[:] = [Peer(example, dims)]
 
 
 def peer_step(number: int, name: str) -> tuple[float, float]:

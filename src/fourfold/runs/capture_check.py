@@ -65,7 +65,7 @@ def refuse_unfaithful(workload: Workload) -> str | None:
 def _why_not(workload: Workload) -> str | None:
     """Why a model is not compared, if so: where it lies, or its size."""
     graph = workload.graph
-    devices = {tensor.device.type for tensor in (*stored_tensors(workload.case).values(), *workload.case.tensors)}
+    devices = {tensor.device.type for tensor in (*stored_tensors(workload.example).values(), *workload.example.tensors)}
     if devices - {"cpu"}:
         return f"the module is on {', '.join(sorted(devices - {'cpu'}))}, and it is compared on processors only"
     concrete = graph.at(graph.batch or min(SAMPLES, workload.batch))
@@ -80,16 +80,16 @@ def _why_not(workload: Workload) -> str | None:
 
 def _few(workload: Workload) -> tuple[Workload, list[Tensor]]:
     """The workload with its first samples only, where the graph leaves the batch open, and others for the second step."""
-    graph, case = workload.graph, workload.case
+    graph, example = workload.graph, workload.example
     names = (*graph.inputs, *graph.targets)
     rows = [graph.batch_dim(name) if graph.batch is None else None for name in names]
     count = min(SAMPLES, workload.batch)
-    tensors = [t if d is None else t.narrow(d, 0, count) for t, d in zip(case.tensors, rows, strict=True)]
-    others = [t if d is None else t.narrow(d, t.shape[d] - count, count) for t, d in zip(case.tensors, rows, strict=True)]
+    tensors = [t if d is None else t.narrow(d, 0, count) for t, d in zip(example.tensors, rows, strict=True)]
+    others = [t if d is None else t.narrow(d, t.shape[d] - count, count) for t, d in zip(example.tensors, rows, strict=True)]
     others = [1.5 * t if t.is_floating_point() else t for t in others]  # another batch, however few samples there are
-    inputs, targets = tensors[: len(case.inputs)], tensors[len(case.inputs) :]
-    given = dict(zip(case.inputs, inputs, strict=True)) if isinstance(case.inputs, Mapping) else tuple(inputs)
-    return Workload(text=workload.text, case=case._replace(inputs=given, targets=tuple(targets)), graph=graph), others
+    inputs, targets = tensors[: len(example.inputs)], tensors[len(example.inputs) :]
+    given = dict(zip(example.inputs, inputs, strict=True)) if isinstance(example.inputs, Mapping) else tuple(inputs)
+    return Workload(text=workload.text, example=example._replace(inputs=given, targets=tuple(targets)), graph=graph), others
 
 
 def _compare(workload: Workload, others: list[Tensor]) -> str | None:
@@ -111,7 +111,7 @@ def _compare(workload: Workload, others: list[Tensor]) -> str | None:
     for check in sorted(checks, key=lambda check: -check.error):
         if check.error > max(TOLERANCE, check.limit):
             raise CaptureFailed(
-                f"{type(workload.case.module).__name__} as captured does not train as eager PyTorch does: in float64 "
+                f"{type(workload.example.module).__name__} as captured does not train as eager PyTorch does: in float64 "
                 f"{check.what} {check.tensor} is off by {check.error:.1e} after step {check.step}, {TOLERANCE:.0e} allowed; "
                 "look for hooks on grad_fn and for numbers that forward takes from outside of the module"
             )
@@ -123,7 +123,7 @@ def _checks(workload: Workload, reference: Reference, others: list[Tensor]) -> l
     graph = workload.graph
     plan = Plan(graph=graph.hash, batch=workload.batch, mesh=Mesh.of(data=1))
     task = ComparisonRun(graph=graph, plan=plan, data="", steps=_STEPS)
-    got = run_steps(task, reference.start, workload.case.tensors, later=[others])
+    got = run_steps(task, reference.start, workload.example.tensors, later=[others])
     distances = Distances(reference.exact, reference.start, {p.key for p in graph.parameters if p.trainable})
     checks, _, _ = checks64(distances.of(got), distances, reference)
     return checks
@@ -133,7 +133,7 @@ def _checks(workload: Workload, reference: Reference, others: list[Tensor]) -> l
 def restored(workload: Workload) -> Iterator[None]:
     """The module's attributes, and the random states of torch, Python and NumPy, are afterwards what they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with preserve_attributes(WithLoss(workload.case.module, workload.case.loss)), torch.random.fork_rng(devices=[]):
+    with preserve_attributes(WithLoss(workload.example.module, workload.example.loss)), torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:

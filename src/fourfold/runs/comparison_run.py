@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.graph import Graph
+from fourfold.models import Example
 from fourfold.plans import Plan
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lists.plan_lowering import lower_plan
@@ -27,7 +28,6 @@ from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.host.scratch import writing
 from fourfold.runtime.kernels import Randomness
-from fourfold.workload.model_text import Case
 from fourfold.workload.workload import stored_tensors
 
 
@@ -57,12 +57,12 @@ class ComparisonRun:
     measured: bool = False  # whether a few more steps shall show memory and waiting
 
 
-def save_data(case: Case, path: Path, examples: list[Tensor] | None = None) -> dict[str, Tensor]:
+def save_data(example: Example, path: Path, examples: list[Tensor] | None = None) -> dict[str, Tensor]:
     """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
     also the answer."""
-    state = {key: tensor.detach().clone() for key, tensor in stored_tensors(case).items()}
+    state = {key: tensor.detach().clone() for key, tensor in stored_tensors(example).items()}
     with writing("the model's state and data"):
-        torch.save({"state": state, "inputs": [t.detach() for t in case.tensors], "examples": examples}, path)
+        torch.save({"state": state, "inputs": [t.detach() for t in example.tensors], "examples": examples}, path)
     return state
 
 

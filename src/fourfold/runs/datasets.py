@@ -25,9 +25,9 @@ def dataset(name: str, workload: Workload) -> list[Tensor] | None:
 def _digits(workload: Workload) -> list[Tensor]:
     """The 1797 handwritten digits that come with scikit-learn, 8 x 8 pixels, enlarged to the size of the model's images, in as
     many channels, of mean 0 and deviation 1."""
-    case, graph = workload.case, workload.graph.at(workload.batch)
-    shapes = [tuple(t.shape[1:]) for t in case.tensors]
-    if len(shapes) != 2 or len(shapes[0]) != 3 or shapes[1] != () or case.targets[0].is_floating_point():
+    example, graph = workload.example, workload.graph.at(workload.batch)
+    shapes = [tuple(t.shape[1:]) for t in example.tensors]
+    if len(shapes) != 2 or len(shapes[0]) != 3 or shapes[1] != () or example.targets[0].is_floating_point():
         taken = " and ".join("x".join(map(str, shape)) or "a number" for shape in shapes)
         raise InvalidInput(
             f"digits are images with a class each, the model takes {taken}; use --data {SYNTHETIC}, or a model of images"
@@ -45,5 +45,5 @@ def _digits(workload: Workload) -> list[Tensor]:
     channels, *size = shapes[0]
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / BRIGHTEST
     wide = F.interpolate(images, size=size, mode="bilinear", align_corners=False).expand(-1, channels, *size)
-    fitted = ((wide - wide.mean()) / wide.std()).to(case.tensors[0].dtype).contiguous()
-    return [fitted, torch.tensor(found.target, dtype=case.targets[0].dtype)]
+    fitted = ((wide - wide.mean()) / wide.std()).to(example.tensors[0].dtype).contiguous()
+    return [fitted, torch.tensor(found.target, dtype=example.targets[0].dtype)]

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fourfold.errors import Infeasible, InvalidInput, Notice
 from fourfold.graph import Graph
 from fourfold.graph.capture import Loss, WithLoss, capture
+from fourfold.models import Example
 from fourfold.optimizers import ELEMENTWISE
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.layout.layout import Layout
@@ -30,7 +31,6 @@ from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.rank_pool import from_first_rank
 from fourfold.timeline import Timeline
 from fourfold.workload.materialise import synthetic_tensor
-from fourfold.workload.model_text import Case
 from fourfold.workload.plan_inputs import examples
 from fourfold.workload.workload import Workload, stored_tensors
 
@@ -88,7 +88,7 @@ def _example_workload(model: nn.Module, plan: Plan, graph: Graph, loss: Loss | N
         return synthetic_tensor(tensor[:few] if batched else tensor, generator)
 
     inputs, targets = pytree.tree_map(made, examples(plan, model))
-    return Workload(text="", case=Case(model, inputs, targets, loss), graph=graph)
+    return Workload(text="", example=Example(model, inputs, targets, loss), graph=graph)
 
 
 class Parallel:
@@ -119,7 +119,7 @@ class Parallel:
 
     def _claim(self, device: torch.device) -> None:
         """Say which of the module's tensors this is to train, and which of them every rank uses in place."""
-        held = stored_tensors(Case(self._model, (), (), self._loss))
+        held = stored_tensors(Example(self._model, (), (), self._loss))
         stored = self.lowered.parts[0].program.stored if len(self.lowered.parts) == 1 and self.plan.zero != 3 else None
         used = {p.name: p.key for p in self.graph.parameters}
         in_place = {} if stored is None else {n: k for n, k in used.items() if n not in stored or not stored[n].sharded}

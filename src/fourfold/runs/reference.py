@@ -53,7 +53,7 @@ class Reference:
     _others: dict[int, Reference] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start = {key: t.detach().clone() for key, t in stored_tensors(self.workload.case).items()}
+        self.start = {key: t.detach().clone() for key, t in stored_tensors(self.workload.example).items()}
 
     @cached_property
     def kind(self) -> str:
@@ -61,7 +61,7 @@ class Reference:
         if not self._draws:
             return EAGER
         try:
-            self._eager("fp64", self.start, self.workload.case.tensors, steps=1)
+            self._eager("fp64", self.start, self.workload.example.tensors, steps=1)
         except NotReplayable:
             return PROGRAM
         return EAGER
@@ -84,7 +84,7 @@ class Reference:
     @cached_property
     def exact(self) -> RunResult:
         """In float64."""
-        return self._run("fp64", self.start, self.workload.case.tensors)
+        return self._run("fp64", self.start, self.workload.example.tensors)
 
     @cached_property
     def perturbed(self) -> RunResult:
@@ -95,19 +95,19 @@ class Reference:
         """In float64, by a process that rounds otherwise."""
         if draw not in self._rounded:
             with OtherRounding(seed=draw):
-                self._rounded[draw] = self._run("fp64", self.start, self.workload.case.tensors)
+                self._rounded[draw] = self._run("fp64", self.start, self.workload.example.tensors)
         return self._rounded[draw]
 
     def single(self, draw: int) -> RunResult:
         """In float32. Draw 0 is the plain run; in the others what comes in is moved by one unit in the last place."""
         if draw not in self._singles:
-            given = (self.start, self.workload.case.tensors) if draw == 0 else self._nudged(torch.float32, seed=draw)
+            given = (self.start, self.workload.example.tensors) if draw == 0 else self._nudged(torch.float32, seed=draw)
             self._singles[draw] = self._run("fp32", *given)
         return self._singles[draw]
 
     def _nudged(self, dtype: torch.dtype, *, seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """State and data with the float inputs moved, or the parameters if all inputs are integers."""
-        tensors, state = list(self.workload.case.tensors), dict(self.start)
+        tensors, state = list(self.workload.example.tensors), dict(self.start)
         inputs = [i for i, t in enumerate(tensors[: len(self.workload.graph.inputs)]) if is_inexact(t)]
         generator = torch.Generator().manual_seed(seed)
         for i in inputs:
@@ -150,13 +150,13 @@ def eager_trial(
     later: Sequence[list[Tensor]] = (),
 ) -> RunResult:
     """The steps of `run_steps`, by the module itself in this process."""
-    case, dtypes = workload.case, PRECISIONS[precision]
-    whole, replay = WithLoss(case.module, case.loss), replay_for(workload, precision, microbatches)
+    example, dtypes = workload.example, PRECISIONS[precision]
+    whole, replay = WithLoss(example.module, example.loss), replay_for(workload, precision, microbatches)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
 
-    before = {key: (t, t.data, t.grad) for key, t in stored_tensors(case).items()}
+    before = {key: (t, t.data, t.grad) for key, t in stored_tensors(example).items()}
     try:
         for key, (tensor, _, _) in before.items():
             tensor.data = cast(state[key]).clone()
@@ -182,7 +182,7 @@ def _forward(
     whole: WithLoss, workload: Workload, microbatches: int, replay: Replay | None, tensors: list[Tensor]
 ) -> tuple[Tensor, Any]:
     """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
-    fresh, names = [t.clone() for t in tensors], workload.case.inputs  # forward may write into its inputs
+    fresh, names = [t.clone() for t in tensors], workload.example.inputs  # forward may write into its inputs
     given, targets = fresh[: len(names)], tuple(fresh[len(names) :])
     inputs: Any = dict(zip(names, given, strict=True)) if isinstance(names, Mapping) else tuple(given)
     if microbatches == 1:

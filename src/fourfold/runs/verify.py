@@ -106,7 +106,7 @@ def verify(
     check_runnable(plan)
     reference = reference.matching(plan)
     with temporary_paths(2, folder) as (data, result):
-        save_data(workload.case, data)
+        save_data(workload.example, data)
         task = ComparisonRun(
             graph=workload.graph,
             plan=plan,

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.errors import InvalidInput
-from fourfold.workload.model_text import Case
+from fourfold.models import Example
 
 UNSET = -(2**62)  # marks integers that nothing has set
 
 
-def materialise(case: Case, *, seed: int = 0) -> Case:
-    """The case with nothing on meta."""
+def materialise(example: Example, *, seed: int = 0) -> Example:
+    """The example with nothing on meta."""
     torch.manual_seed(seed)
-    for module in (case.module, case.loss):
+    for module in (example.module, example.loss):
         if isinstance(module, nn.Module):
             _fill(module, seed)
     generator = torch.Generator().manual_seed(seed)
-    inputs = case.inputs
+    inputs = example.inputs
     if isinstance(inputs, tuple):
-        case = case._replace(inputs=tuple(_data(t, generator) for t in inputs))
+        example = example._replace(inputs=tuple(_data(t, generator) for t in inputs))
     else:
-        case = case._replace(inputs={k: _data(v, generator) for k, v in inputs.items()})
-    return case._replace(targets=tuple(_data(t, generator) for t in case.targets))
+        example = example._replace(inputs={k: _data(v, generator) for k, v in inputs.items()})
+    return example._replace(targets=tuple(_data(t, generator) for t in example.targets))
 
 
 def _data(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,35 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.errors import InvalidInput, nearest
-from fourfold.models import MODELS
+from fourfold.models import MODELS, Example
 from fourfold.workload.arguments import arguments
-
-Inputs = tuple[Tensor, ...] | Mapping[str, Tensor]
-
-
-class Case(NamedTuple):
-    """A module with one batch of data; without a loss, the mean square of its outputs stands in."""
-
-    module: nn.Module
-    inputs: Inputs
-    targets: tuple[Tensor, ...]
-    loss: Callable[..., Tensor] | None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Inputs and targets in the order a graph names them."""
-        inputs = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
-        return [*inputs, *self.targets]
-
-    @property
-    def batch(self) -> int:
-        return next(int(t.shape[0]) for t in self.tensors if t.dim())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +37,8 @@ class _Source:
     built_in: bool
 
 
-def build(text: str, *, batch: int | None = None, seed: int = 0, meta: bool = False) -> Case:
-    """The case a MODEL text means. `meta` asks built-ins for shapes only; other factories decide for themselves."""
+def build(text: str, *, batch: int | None = None, seed: int = 0, meta: bool = False) -> Example:
+    """The example a MODEL text means. `meta` asks built-ins for shapes only; other factories decide for themselves."""
     if batch is not None and batch < 1:
         raise InvalidInput(f"the batch is {batch}; it must be at least 1")
     name, *items = (part.strip() for part in text.split(","))
@@ -68,8 +47,8 @@ def build(text: str, *, batch: int | None = None, seed: int = 0, meta: bool = Fa
     if batch is not None and "batch" in inspect.signature(source.factory).parameters:
         given["batch"] = batch
     torch.manual_seed(seed)
-    case = _case_of(_call_factory(source, given, meta=meta), source.name)
-    return case if batch is None or case.batch == batch else _resize(case, batch)
+    example = _example_of(_call_factory(source, given, meta=meta), source.name)
+    return example if batch is None or example.batch == batch else _resize(example, batch)
 
 
 def _call_factory(source: _Source, given: Mapping[str, Any], *, meta: bool) -> Any:
@@ -133,8 +112,8 @@ def _file_module(place: str) -> Any:
     return module
 
 
-def _case_of(result: Any, name: str) -> Case:
-    """The factory's answer as a `Case`, or a line that says what it returned instead."""
+def _example_of(result: Any, name: str) -> Example:
+    """The factory's answer as an `Example`, or a line that says what it returned instead."""
     wanted = "return (module, inputs) or (module, inputs, targets, loss)"
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 4):
         raise InvalidInput(f"{name} returned {_description(result)}; {wanted}")
@@ -147,13 +126,13 @@ def _case_of(result: Any, name: str) -> Case:
         raise InvalidInput(f"{name} returned {_description(targets)} as targets; they are a tuple of tensors")
     if loss is not None and not callable(loss):
         raise InvalidInput(f"{name} returned {_description(loss)} as the loss; it is a function of outputs and targets")
-    case = Case(module, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), tuple(targets), loss)
-    for tensor in case.tensors:
+    example = Example(module, dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), tuple(targets), loss)
+    for tensor in example.tensors:
         if not isinstance(tensor, Tensor):
             raise InvalidInput(f"{name} returned {_description(tensor)} among its inputs or targets; all are tensors")
-    if not any(t.dim() for t in case.tensors):
+    if not any(t.dim() for t in example.tensors):
         raise InvalidInput(f"{name} returned no tensor with a batch dim; the first dim of the inputs is the batch")
-    return case
+    return example
 
 
 def _description(value: Any) -> str:
@@ -162,9 +141,9 @@ def _description(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-def _resize(case: Case, batch: int) -> Case:
+def _resize(example: Example, batch: int) -> Example:
     """Every tensor that has the batch dim repeated and cut to the batch asked for."""
-    before = case.batch
+    before = example.batch
 
     def resize(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != before:
@@ -172,8 +151,12 @@ def _resize(case: Case, batch: int) -> Case:
         times = -(-batch // before)
         return tensor.repeat(times, *[1] * (tensor.dim() - 1))[:batch]
 
-    inputs = {k: resize(v) for k, v in case.inputs.items()} if isinstance(case.inputs, Mapping) else _all(resize, case.inputs)
-    return case._replace(inputs=inputs, targets=_all(resize, case.targets))
+    inputs = (
+        {k: resize(v) for k, v in example.inputs.items()}
+        if isinstance(example.inputs, Mapping)
+        else _all(resize, example.inputs)
+    )
+    return example._replace(inputs=inputs, targets=_all(resize, example.targets))
 
 
 def _all(change: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import Inputs, Loss, WithLoss, batch_of, capture
+from fourfold.models import Example
 from fourfold.plans import Options, Plan
 from fourfold.workload.materialise import materialise
 from fourfold.workload.model_graph import ModelGraph
-from fourfold.workload.model_text import Case, build
+from fourfold.workload.model_text import build
 from fourfold.workload.plan_inputs import signature_of
 
 
@@ -22,7 +23,7 @@ class Workload:
     """A module with its data and its graph. `text`: the MODEL text that names them, empty for a module of the caller's."""
 
     text: str
-    case: Case
+    example: Example
     graph: Graph
 
     @classmethod
@@ -30,11 +31,11 @@ class Workload:
         """A module with one batch of data, captured."""
         batch_of(inputs)  # refuses inputs without a batch
         data = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
-        return cls(text="", case=Case(module, data, tuple(targets), loss), graph=capture(module, inputs, targets, loss))
+        return cls(text="", example=Example(module, data, tuple(targets), loss), graph=capture(module, inputs, targets, loss))
 
     @property
     def batch(self) -> int:
-        return self.case.batch
+        return self.example.batch
 
     @property
     def name(self) -> str:
@@ -44,7 +45,7 @@ class Workload:
     @property
     def model_graph(self) -> ModelGraph:
         """All of it that plans depend on."""
-        signature = signature_of(self.case.inputs, self.case.targets)
+        signature = signature_of(self.example.inputs, self.example.targets)
         return ModelGraph(text=self.text, batch=self.batch, graph=self.graph, signature=signature)
 
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
@@ -59,16 +60,18 @@ def load_workload(
     text: str, *, batch: int | None = None, seed: int = 0, data: bool = True, graph: Graph | None = None
 ) -> Workload:
     """Build and capture. Without `data`, shapes are enough: built-ins are made on meta and allocate nothing."""
-    case = build(text, batch=batch, seed=seed, meta=not data)
+    example = build(text, batch=batch, seed=seed, meta=not data)
     if data:
-        case = materialise(case, seed=seed)
-    captured = graph or capture(case.module, case.inputs, case.targets, case.loss)
-    if captured.batch is not None and captured.batch != case.batch:
-        raise InvalidInput(f"{text} fixes its batch at {captured.batch}, {case.batch} asked for; use --batch {captured.batch}")
-    return Workload(text=text, case=case, graph=captured)
+        example = materialise(example, seed=seed)
+    captured = graph or capture(example.module, example.inputs, example.targets, example.loss)
+    if captured.batch is not None and captured.batch != example.batch:
+        raise InvalidInput(
+            f"{text} fixes its batch at {captured.batch}, {example.batch} asked for; use --batch {captured.batch}"
+        )
+    return Workload(text=text, example=example, graph=captured)
 
 
-def stored_tensors(case: Case) -> dict[str, Tensor]:
+def stored_tensors(example: Example) -> dict[str, Tensor]:
     """Parameters and buffers by the keys a graph knows them by; tied ones once."""
-    whole = WithLoss(case.module, case.loss)
+    whole = WithLoss(example.module, example.loss)
     return {k.removeprefix("model."): t for k, t in [*whole.named_parameters(), *whole.named_buffers()]}
