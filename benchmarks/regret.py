@@ -137,7 +137,7 @@ def choose(place: str, model: str, cluster_file: Path, folder: Path) -> Match:
     assert found.best is not None
     match = Match(place=place, model=model, searched=found.seconds)
     for candidate in found.candidates:
-        plan = workload.adopted(candidate.plan)
+        plan = workload.adopted(candidate.plan, workload.graph)
         exact = not (plan.microbatches > 1 and plan.notes)
         name = CHOSEN if candidate is found.best else plan.strategy
         if name == "auto":

@@ -57,7 +57,7 @@ def test_a_cell_comes_out_as_the_table_says(name: str, table: dict[str, str], cr
     for count in [c for c in crews if c != cell.ranks]:
         crews.pop(count).close()
     ranks = crews.setdefault(cell.ranks, Ranks(cell.ranks, timeout=120))
-    word, split = verify_all.outcome(cell, ranks)
+    word, split = verify_all.outcome(cell, ranks, torch.device("cpu"))
     assert verify_all.fault(cell, word, split, table) == ""
 
 
@@ -90,7 +90,7 @@ def judged(reference: Reference, trial: RunResult, precision: str = "fp64") -> l
 
 def test_the_reference_is_equal_to_itself(reference: Reference) -> None:
     assert all(check.error == 0 for check in judged(reference, reference.exact))
-    assert all(check.holds for check in judged(reference, reference.single(0), "fp32"))
+    assert all(check.holds for check in judged(reference, reference.single("fp32", 0), "fp32"))
 
 
 @pytest.mark.parametrize("field", ["outputs", "gradients", "first_state", "state"])
@@ -135,7 +135,7 @@ def test_the_module_is_left_as_it_was(reference: Reference) -> None:
 
 
 def test_float64_needs_no_float32_luck(reference: Reference) -> None:
-    checks = judged(reference, reference.single(0), "fp64")
+    checks = judged(reference, reference.single("fp32", 0), "fp64")
     assert not all(check.holds for check in checks)
 
 

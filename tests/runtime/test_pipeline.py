@@ -140,7 +140,7 @@ def copies_after(ranks: int, schedule: str, steps: int) -> tuple[list[float], li
     for step in range(steps):
         run.step(*batch(step))
         losses.append(float(run.evaluate(*batch(9))[0]))
-    executors = run._runner.executors.values()
+    executors = run.runner.executors.values()
     return losses, [t.detach().clone() for e in executors for n, t in e.state.items() if e.keys[n] == "embedding.weight"]
 
 
@@ -166,7 +166,7 @@ def recorded(strategy: str, ranks: int, schedule: str) -> tuple[Timeline, list[s
     """The timeline of a step, and this rank's list of actions."""
     run = made(strategy, ranks, schedule)
     return run.timeline(*batch(0)), [
-        str(t) for t in run.lowered.rank_schedule(run._runner.rank) if t.kind not in (*UNTIMED, "update")
+        str(t) for t in run.lowered.rank_schedule(run.runner.rank) if t.kind not in (*UNTIMED, "update")
     ]
 
 
@@ -222,7 +222,7 @@ def trained_in_front(ranks: int) -> tuple[list[float], dict[str, Tensor], int]:
     for _ in range(3):
         numbers += [float(run.forward_backward(x, y)), float(run.clip_grad_norm(0.1))]
         run.optimizer.step()
-    return numbers, run.state_dict(), len(run._runner.named())
+    return numbers, run.state_dict(), len(run.runner.named())
 
 
 def test_a_rank_with_nothing_to_train_takes_part_in_steps_and_clipping() -> None:
@@ -247,8 +247,8 @@ def failing(how: str) -> None:
         time.sleep(60)
         return gradient
 
-    if run._runner.rank == 1:
-        run._runner.named()[0][1].register_hook(happens)
+    if run.runner.rank == 1:
+        run.runner.named()[0][1].register_hook(happens)
     run.step(*batch(0))
 
 

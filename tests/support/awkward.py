@@ -17,6 +17,7 @@ from fourfold.plans import Mesh, Plan
 from fourfold.plans.spec.plan import Stage
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import Verdict, verify
+from fourfold.runtime.host.devices import PROCESSORS
 from fourfold.workload.workload import Workload
 from ranks import pool
 from small import example, graph_of
@@ -202,6 +203,7 @@ class Alone:
     """This process as the only rank."""
 
     count = 1
+    devices = PROCESSORS
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [function(*args)]

@@ -28,7 +28,7 @@ from fourfold.plans import Plan, lower
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lowering.program import Compute, Program
 from fourfold.runs.compare import worst_error
-from ranks import Job, Outcome, joined, run_job, run_jobs
+from ranks import Job, Outcome, device_kind, joined, run_job, run_jobs
 
 TOLERANCE = 1e-9
 AXIS, SECOND = "ranks", "others"
@@ -205,7 +205,7 @@ class Prepared:
         """The program on one rank."""
         plan = Plan(graph=self.graph.hash, batch=self.case.shapes[0][0], mesh=Mesh(((AXIS, 1),)))
         job = Job(name=self.case.name, graph=self.graph, plan=plan, state=self.state, inputs=[*self.inputs, *self.targets])
-        return joined(plan.mesh, [run_job(job)])
+        return joined(plan.mesh, [run_job(job, device_kind())])
 
     def _judge_values(self, cell: Cell, outcome: Outcome) -> None:
         if self.case.random:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fourfold.errors import WorkerFailed
 from fourfold.graph import Graph
+from fourfold.graph.autocast import as_computed
 from fourfold.plans import Plan, lower
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
@@ -31,6 +32,7 @@ from fourfold.plans.lists import paths
 from fourfold.plans.lists.messages import StageMessages
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.program import Program
+from fourfold.plans.spec.other_graph import transferred
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import DEFAULT
 from fourfold.runs.initial_tensors import cut
@@ -41,10 +43,12 @@ from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution import runner as pipeline_module
 from fourfold.runtime.execution.executor import Executor
+from fourfold.runtime.host.devices import own_device, rank_devices
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.kernels import Randomness
 
 _POOLS: dict[int, Ranks] = {}
+_KIND = ["cpu"]  # of the devices of new pools
 _WORLDS: dict[Mesh, World] = {}
 
 
@@ -57,6 +61,8 @@ class Job:
     plan: Plan
     state: dict[str, Tensor]
     inputs: list[Tensor]
+    precision: str = "fp64"
+    channels_last: bool = False  # the memory format of inputs
 
 
 Parts = dict[str, tuple[Layout, Tensor]]
@@ -108,8 +114,17 @@ def pool(count: int) -> Ranks:
     """The session's workers; spawned when first used."""
     if count not in _POOLS:
         os.environ.setdefault("FOURFOLD_TIMEOUT", "60")
-        _POOLS[count] = Ranks(count, timeout=240)
+        _POOLS[count] = Ranks(count, timeout=240, devices=rank_devices(_KIND[0], count, share_gpu=_KIND[0] == "cuda"))
     return _POOLS[count]
+
+
+def use_devices(kind: str) -> None:
+    """Let new pools run on a kind of device; ranks share what GPUs there are."""
+    _KIND[0] = kind
+
+
+def device_kind() -> str:
+    return _KIND[0]
 
 
 def close_pools() -> None:
@@ -127,7 +142,7 @@ def run_jobs(jobs: Sequence[Job], count: int) -> dict[str, Outcome]:
             path = Path(folder, "outcomes")
             error = ""
             try:
-                pool(count)(_serve_jobs, rest, str(path))
+                pool(count)(_serve_jobs, rest, str(path), _KIND[0])
             except WorkerFailed as failure:
                 error = str(failure)
             by_rank = [_read(Path(f"{path}.{rank}")) for rank in range(count)]
@@ -154,22 +169,23 @@ def _read(path: Path) -> dict[str, Share]:
             out[share.name] = share
 
 
-def _serve_jobs(jobs: list[Job], path: str) -> None:
+def _serve_jobs(jobs: list[Job], path: str, kind: str) -> None:
     with open(f"{path}.{dist.get_rank()}", "ab") as file:
         for job in jobs:
             try:
-                share = run_job(job)
+                share = run_job(job, kind)
             except Exception as error:
                 raise RuntimeError(f"{job.name}: {error}") from error
             pickle.dump(share, file)
             file.flush()
 
 
-def world_of(mesh: Mesh) -> World:
+def world_of(mesh: Mesh, kind: str = "cpu") -> World:
     """This worker on a mesh; process groups are made once."""
+    device = own_device(kind)
     if mesh not in _WORLDS:
-        _WORLDS[mesh] = World.join(mesh, wanted=[(name,) for name in mesh.names])
-    return _WORLDS[mesh].along(world_module.running_placement(torch.device("cpu"), mesh.size), DEFAULT, Journal())
+        _WORLDS[mesh] = World.join(mesh, device=device, wanted=[(name,) for name in mesh.names])
+    return _WORLDS[mesh].along(world_module.running_placement(device, mesh.size), DEFAULT, Journal())
 
 
 def stepped(executor: Executor, feeds: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -187,25 +203,34 @@ def lists_of(program: Program, world: World) -> dict[int, StageList]:
     return {0: StageList(StageMessages(program, world.paths, program.graph.live))}
 
 
-def run_job(job: Job) -> Share:
+def run_job(job: Job, kind: str = "cpu") -> Share:
     """One step of a job on this rank."""
-    program, world = lower(job.graph, job.plan), world_of(job.plan.mesh)
+    graph = as_computed(job.graph, job.precision, kind)
+    program, world = lower(graph, transferred(job.plan, job.graph, graph)), world_of(job.plan.mesh, kind)
+    last = job.channels_last
 
     def load(key: str, layout: Layout) -> Tensor:
-        return cut(job.state[key], layout, world).clone()
+        return cut(job.state[key], layout, world).clone().to(world.device)
 
     executor = Executor(lists_of(program, world), world, load, randomness=Randomness(exact=True))
     names = (*job.graph.inputs, *job.graph.targets)
-    _, out = stepped(executor, {n: executor.cut(n, t) for n, t in zip(names, job.inputs, strict=True)})
-    outputs = {n: (program.layouts[n], out[n].detach().clone()) for n in program.outputs}
+    feeds = {n: executor.cut(n, t) for n, t in zip(names, job.inputs, strict=True)}
+    feeds = {n: _channels_last(t) if last and n in job.graph.inputs else t for n, t in feeds.items()}
+    _, out = stepped(executor, feeds)
+    outputs = {n: (program.layouts[n], out[n].detach().cpu()) for n in program.outputs}
     gradients, state = {}, {}
     for name, tensor in executor.state.items():
         key, layout = executor.keys[name], program.stored[name]
         if tensor.requires_grad:
-            gradients[key] = (layout, (tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)).clone())
+            gradients[key] = (layout, (tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)).cpu().clone())
         else:
-            state[key] = (layout, tensor.clone())
+            state[key] = (layout, tensor.cpu().clone())
     return Share(name=job.name, outputs=outputs, gradients=gradients, state=state)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return tensor.contiguous(memory_format=last) if last else tensor
 
 
 def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:

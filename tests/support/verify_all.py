@@ -14,14 +14,17 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from fourfold.errors import Error, WorkerFailed
 from fourfold.plans import Options
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import verify
+from fourfold.runtime.host.devices import own_device, rank_devices
 from fourfold.runtime.host.launch import Ranks
 from fourfold.workload.workload import Workload, load_workload
 
@@ -155,17 +158,17 @@ def parsed(strategy: str) -> tuple[str, Options]:
 
 
 @cache
-def prepared(model: str) -> tuple[Workload, Reference]:
+def prepared(model: str, device: torch.device) -> tuple[Workload, Reference]:
     seen = load_workload(model)
-    return seen, Reference(workload=seen)
+    return seen, Reference(workload=seen, device=device)
 
 
 plainly: list[bool] = []  # of every float32 cell: within twice the distance of the one undisturbed run
 
 
-def outcome(cell: Cell, ranks: Ranks) -> tuple[str, float | None]:
+def outcome(cell: Cell, ranks: Ranks, device: torch.device) -> tuple[str, float | None]:
     """What a cell comes to, and the fraction of FLOPs split."""
-    seen, reference = prepared(cell.model)
+    seen, reference = prepared(cell.model, device)
     try:
         strategy, options = parsed(cell.strategy)
         plan = seen.plan(strategy, ranks=cell.ranks, options=options)
@@ -195,17 +198,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the table from what came out")
     parser.add_argument("--only", default="", help="run the cells whose name contains this text")
+    parser.add_argument("--device", default="cpu", help="cuda: ranks share what GPUs there are")
+    parser.add_argument(
+        "--precision", default="", help="run the float64 cells in this one; nothing is then said against the table"
+    )
+    parser.add_argument("--every", type=int, default=1, help="run every so-manieth cell")
     options = parser.parse_args()
     table: dict[str, str] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    chosen = [cell for cell in cells() if options.only in cell.name]
+    chosen = [cell for cell in cells() if options.only in cell.name][:: options.every]
+    where = own_device(options.device)
+    if options.precision:
+        chosen = [replace(cell, precision=options.precision) for cell in chosen if cell.precision == "fp64"]
+        table = {cell.name: table[replace(cell, precision="fp64").name] for cell in chosen}
     found: dict[str, str] = {}
     faults: list[str] = []
     begun = time.monotonic()
     for count in sorted({cell.ranks for cell in chosen}):
-        with Ranks(count, timeout=300) as ranks:
+        with Ranks(count, timeout=300, devices=rank_devices(options.device, count, share_gpu=options.device != "cpu")) as ranks:
             for cell in (c for c in chosen if c.ranks == count):
                 since = time.monotonic()
-                word, split = outcome(cell, ranks)
+                word, split = outcome(cell, ranks, where)
                 found[cell.name] = word
                 wrong = fault(cell, word, split, table)
                 faults += [f"{cell.name}: {word}; {wrong}"] if wrong else []
@@ -215,7 +227,7 @@ def main() -> int:
     if options.record:
         kept = {name: word for name, word in table.items() if name in {c.name for c in cells()}}
         TABLE.write_text(json.dumps({**kept, **found}, indent=1) + "\n")
-    gone = sorted(set(table) - {c.name for c in cells()})
+    gone = sorted(set(table) - {c.name for c in cells()}) if not options.precision else []
     faults += [f"{name}: in the table, but no such cell" for name in gone]
     equal = sum(word == EQUAL for word in found.values())
     refused = sum(word.startswith("refused") for word in found.values())

@@ -14,6 +14,7 @@ from fourfold.planner import SearchTask, search
 from fourfold.planner.explain import Explanation, explained
 from fourfold.planner.search import replay_plan
 from fourfold.plans import Plan
+from fourfold.plans.spec.other_graph import transferred
 from fourfold.plans.spec.plan_file import read_plan
 from fourfold.workload.graph_cache import graph_of_plan
 
@@ -36,9 +37,10 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PricedPlan:
-    """A plan with its model's name and the search it is compared with."""
+    """A plan with its model's name and the search it is compared with. `plan`: as one of the graph that is priced."""
 
     request: PlanRequest
+    plan: Plan
     model: str
     task: SearchTask
 
@@ -105,11 +107,11 @@ def price_plan(request: PlanRequest, model: str | Workload | None) -> PricedPlan
         plan.check(graph)
     setting = setting_of(request.cluster, plan.size, precision=request.precision, optimizer=request.optimizer)
     task = SearchTask(graph=priced_graph(graph, setting), batch=plan.batch, setting=setting)
-    return PricedPlan(request=request, model=name, task=task)
+    return PricedPlan(request=request, plan=transferred(plan, graph, task.graph), model=name, task=task)
 
 
 def explain_priced(priced: PricedPlan, say: Say = lambda text: None) -> PlanExplanation:
     """The explanation of a plan whose graph is at hand."""
     ranking = search(priced.task, say)
-    explanation = explained(ranking, replay_plan(priced.task, priced.request.plan), say)
+    explanation = explained(ranking, replay_plan(priced.task, priced.plan), say)
     return PlanExplanation(model=priced.model, explanation=explanation)

@@ -71,7 +71,7 @@ def report_priced(
 ) -> None:
     """Write the page of a plan whose graph is at hand."""
     ranking = search(priced.task, lambda words: progress(words, 0, 1))
-    chosen = replay_plan(priced.task, priced.request.plan)
+    chosen = replay_plan(priced.task, priced.plan)
     write_page(
         path,
         ranking,

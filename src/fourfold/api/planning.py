@@ -114,7 +114,7 @@ def plan(
         limit = time_limit if time_limit is not None else float("inf")
         found = search_plans(source, setting, fixed=tuple((fixed or {}).items()), limit=limit)
         fitting = [c.plan for c in found.candidates[:SHOWN] if c.feasible]
-        return PlanRanking(candidates=tuple(source.adopted(each) for each in fitting), ranking=found)
+        return PlanRanking(candidates=tuple(source.adopted(each, found.task.graph) for each in fitting), ranking=found)
     made = plan_strategy(source, strategy, devices, setting=setting, options=options)
     fits = made.cost is None or made.cost.feasible
     return PlanRanking(candidates=(made.plan,) if fits else (), ranking=made.ranking)

@@ -15,7 +15,7 @@ from fourfold.calibrate.measured_prices import predict_on_ranks
 from fourfold.cluster import PRECISIONS, Cluster
 from fourfold.errors import Damaged, InvalidInput, Notice
 from fourfold.oracle.predict import Prediction
-from fourfold.plans import Options, Plan, load_plan, lower_plan
+from fourfold.plans import Options, Plan, load_plan
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.plans.strategies.named import parse
 from fourfold.runs.capture_check import refuse_together
@@ -26,6 +26,8 @@ from fourfold.runs.train import train as run_training
 from fourfold.runs.verify import Verdict, check_request
 from fourfold.runs.verify import verify as compare
 from fourfold.runtime.comm.world import here
+from fourfold.runtime.execution.precision import check_precision, lowered_for
+from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.rank_pool import TorchrunRanks, check_count, is_leader, rank_pool, share
 from fourfold.workload.materialise import materialise
@@ -89,6 +91,8 @@ def verify(
     steps: int = 3,
     precision: str = "fp64",
     optimizer: str = "sgd",
+    device: str = "auto",
+    share_gpu: bool = False,
     seed: int = 0,
     cluster: str | Cluster | None = None,
     predict: bool = True,
@@ -98,7 +102,6 @@ def verify(
     """Whether a plan (or a strategy) on local ranks, or torchrun's, gives the numbers of one process. Under torchrun the result
     is None on every rank but the first."""
     chosen = load_chosen_plan(plan, strategy, batch, options)
-    check_request(precision=precision, optimizer=optimizer, steps=steps)
     with _prepared_run(
         model,
         chosen,
@@ -110,12 +113,16 @@ def verify(
         cluster=cluster,
         precision=precision,
         optimizer=optimizer,
+        steps=steps,
+        device=device,
+        share_gpu=share_gpu,
         predict=predict,
         say=say,
         note=note,
         note_unchecked=False,
     ) as run:
-        reference = Reference(workload=run.workload, optimizer=optimizer, steps=steps)
+        where = own_device(run.ranks.devices.kind)
+        reference = Reference(workload=run.workload, optimizer=optimizer, steps=steps, device=where)
         verdict = compare(run.workload, run.plan, run.ranks, reference=reference, precision=precision, measured=True, say=say)
     return VerifyResult(plan=run.plan, verdict=verdict, prediction=run.prediction) if verdict is not None else None
 
@@ -132,6 +139,8 @@ def train(
     data: str = "synthetic",
     precision: str = "fp32",
     optimizer: str = "sgd",
+    device: str = "auto",
+    share_gpu: bool = False,
     seed: int = 0,
     cluster: str | Cluster | None = None,
     predict: bool = True,
@@ -143,7 +152,6 @@ def train(
     """Train a model by a plan (or a strategy) on local ranks, or torchrun's, with made-up data or a set of examples. `on_step`
     is called with each step's number, loss and seconds; a loss that is NaN or infinite ends the run, unless `allow_nan`."""
     chosen = load_chosen_plan(plan, strategy, batch, options)
-    check_request(precision=precision, optimizer=optimizer, steps=steps)
     with _prepared_run(
         model,
         chosen,
@@ -155,6 +163,9 @@ def train(
         cluster=cluster,
         precision=precision,
         optimizer=optimizer,
+        steps=steps,
+        device=device,
+        share_gpu=share_gpu,
         predict=predict,
         say=say,
         note=note,
@@ -224,6 +235,9 @@ def _prepared_run(
     cluster: str | Cluster | None,
     precision: str,
     optimizer: str,
+    steps: int,
+    device: str,
+    share_gpu: bool,
     predict: bool,
     say: Say,
     note: Say,
@@ -231,7 +245,10 @@ def _prepared_run(
 ) -> Iterator[_Run]:
     """The ranks with the workload and the plan they run, compared with eager PyTorch and predicted. `note_unchecked`: say so
     where the comparison was not possible."""
-    with rank_pool(ranks if plan is None or ranks is not None else plan.size) as pool:
+    check_request(precision=precision, optimizer=optimizer, steps=steps)
+    count = ranks if plan is None or ranks is not None else plan.size
+    with rank_pool(count, device=device, share_gpu=share_gpu) as pool:
+        check_precision(precision, pool.devices.kind)
         workload = _workload_on(pool, model, batch=plan.batch if plan is not None else batch, seed=seed)
         chosen = plan if plan is not None else workload.plan(str(strategy), ranks=pool.count, options=options)
         module = workload.example.module
@@ -269,7 +286,7 @@ def _prediction(
     note: Say,
 ) -> Prediction | None:
     """The step predicted before it is run; None, and a note, where this machine's own calibration is damaged."""
-    lowered = lower_plan(workload.graph, plan)
+    lowered = lowered_for(workload.graph, plan, precision=precision, device=pool.devices.kind)
     check_runnable(plan)
     where = cluster_of(cluster, pool.count) if cluster is not None else None
     say("timing kernels")
@@ -279,7 +296,7 @@ def _prediction(
     except Damaged as error:  # which only the prediction needs
         note(f"no prediction is made: {error}")
         return None
-    running = pool(here, pool.count)[0]
+    running = pool(here, pool.count, pool.devices.kind)[0]
     for difference in prediction.prices.placement.differences(running) if prediction is not None else ():
         note(f"{difference}; --cluster says what the prediction is for")
     return prediction

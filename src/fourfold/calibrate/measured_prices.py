@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from fourfold.calibrate.kernel_table import add_kernels, load_kernels
+from fourfold.calibrate.kernel_table import add_kernels, known_prices, load_kernels
 from fourfold.calibrate.kernels import ROUNDS, Rounds, Sample, samples_of, timed
 from fourfold.calibrate.machine_speed import machine_name
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
@@ -48,6 +48,8 @@ def predict_on_ranks(
 ) -> Prediction | None:
     """A plan's step before the ranks run it; kernels that no table has are timed first, once each. None where nothing is known
     of how the ranks are joined: several hosts and no cluster given."""
+    if ranks.devices.kind != "cpu":  # what was measured on GPUs, or their curves; nothing is timed for it
+        return predict(lowered, known_prices(cluster, precision), optimizer=optimizer) if cluster is not None else None
     hosts = set(ranks(host_of_this_process))
     if cluster is None and len(hosts) > 1:
         return None

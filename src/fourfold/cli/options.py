@@ -35,6 +35,8 @@ Seed = Annotated[int, typer.Option("--seed", help="Of initial weights and made-u
 Strategy = Annotated[str | None, typer.Option("--strategy", help=STRATEGY)]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help=FILE)]
 RankCount = Annotated[int | None, typer.Option("--ranks", help="Local processes; by default the plan's. Not under torchrun.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: GPUs if every rank can have one.")]
+ShareGpu = Annotated[bool, typer.Option("--share-gpu", help="Let several ranks share a GPU, to try a plan: slow.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, momentum or adamw.")]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help=FILE, show_default=False)]
 PlanPrecision = Annotated[str | None, typer.Option("--precision", help="By default the plan's.")]

@@ -56,7 +56,7 @@ class Search:
             best = ranking.best
             if self.output is not None and best is not None and not console.silent:
                 made_for = {"cluster": cluster, "precision": self.precision, "optimizer": self.optimizer}
-                write_plan(source.adopted(best.plan), source.graph, self.output, made_for=made_for)
+                write_plan(source.adopted(best.plan, ranking.task.graph), source.graph, self.output, made_for=made_for)
             cost = best
             trace_file = write_trace(cost, self.trace)
             if best is not None:

@@ -65,9 +65,9 @@ def refuse_unfaithful(workload: Workload) -> str | None:
 def _why_not(workload: Workload) -> str | None:
     """Why a model is not compared, if so: where it lies, or its size."""
     graph = workload.graph
-    devices = {tensor.device.type for tensor in (*stored_tensors(workload.example).values(), *workload.example.tensors)}
-    if devices - {"cpu"}:
-        return f"the module is on {', '.join(sorted(devices - {'cpu'}))}, and it is compared on processors only"
+    where = _devices(workload)
+    if len(where) > 1 or "meta" in (device.type for device in where):
+        return f"module and data are on {', '.join(sorted(map(str, where)))}"
     concrete = graph.at(graph.batch or min(SAMPLES, workload.batch))
     flops = sum(nest_of(op, concrete).flops for op in concrete.ops)
     if flops > MOST_FLOPS:
@@ -76,6 +76,10 @@ def _why_not(workload: Workload) -> str | None:
     if size > MOST_BYTES:
         return f"its tensors take {bytes_text(size)}, at most {bytes_text(MOST_BYTES)} are spent on it"
     return None
+
+
+def _devices(workload: Workload) -> set[torch.device]:
+    return {tensor.device for tensor in (*stored_tensors(workload.example).values(), *workload.example.tensors)}
 
 
 def _few(workload: Workload) -> tuple[Workload, list[Tensor]]:
@@ -93,7 +97,8 @@ def _few(workload: Workload) -> tuple[Workload, list[Tensor]]:
 
 
 def _compare(workload: Workload, others: list[Tensor]) -> str | None:
-    reference = Reference(workload=workload, steps=_STEPS, later=(others,))
+    (device,) = _devices(workload)
+    reference = Reference(workload=workload, steps=_STEPS, device=device, later=(others,))
     try:
         expected = reference.exact
     except Exception as error:  # the user's code on data of ours
@@ -122,7 +127,7 @@ def _checks(workload: Workload, reference: Reference, others: list[Tensor]) -> l
     """The program on one rank against the module."""
     graph = workload.graph
     plan = Plan(graph=graph.hash, batch=workload.batch, mesh=Mesh.of(data=1))
-    task = ComparisonRun(graph=graph, plan=plan, data="", steps=_STEPS)
+    task = ComparisonRun(graph=graph, plan=plan, data="", device=reference.device.type, steps=_STEPS)
     got = run_steps(task, reference.start, workload.example.tensors, later=[others])
     distances = Distances(reference.exact, reference.start, {p.key for p in graph.parameters if p.trainable})
     checks, _, _ = checks64(distances.of(got), distances, reference)
@@ -133,7 +138,8 @@ def _checks(workload: Workload, reference: Reference, others: list[Tensor]) -> l
 def restored(workload: Workload) -> Iterator[None]:
     """The module's attributes, and the random states of torch, Python and NumPy, are afterwards what they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    with preserve_attributes(WithLoss(workload.example.module, workload.example.loss)), torch.random.fork_rng(devices=[]):
+    whole, gpus = WithLoss(workload.example.module, workload.example.loss), [d for d in _devices(workload) if d.type == "cuda"]
+    with preserve_attributes(whole), torch.random.fork_rng(devices=gpus):
         try:
             yield
         finally:

@@ -76,6 +76,13 @@ class Distances:
             out.update(self._state(trial.state, reference.state, last))
         return out
 
+    def whole_gradient(self, trial: RunResult) -> Worst:
+        """The distance of all gradients taken together as one vector."""
+        reference = _with_zeros(self.reference.gradients, trial.gradients)
+        off = sum(float((_wide(trial.gradients[k]) - _wide(g)).square().sum()) for k, g in reference.items())
+        size = sum(float(_wide(g).square().sum()) for g in reference.values())
+        return Worst(error=math.sqrt(off / size) if size else math.sqrt(off), tensor="all")
+
     def _state(self, got: Mapping[str, Tensor], reference: Mapping[str, Tensor], step: int) -> dict[tuple[str, int], Worst]:
         got = {**self.start, **got}  # what is in the module but not in the graph no step has touched
         parameters = {k: t for k, t in reference.items() if k in self.trainable}

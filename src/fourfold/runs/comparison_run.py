@@ -16,16 +16,16 @@ from fourfold.graph import Graph
 from fourfold.models import Example
 from fourfold.plans import Plan
 from fourfold.plans.layout.layout import Layout
-from fourfold.plans.lists.plan_lowering import lower_plan
-from fourfold.runs.initial_tensors import cut
+from fourfold.runs.initial_tensors import StateSource
 from fourfold.runs.measure import measure
 from fourfold.runtime.comm.exchange import is_inexact
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.executor import FullTensor
 from fourfold.runtime.execution.gather_full import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import PRECISIONS
+from fourfold.runtime.execution.precision import PRECISIONS, lowered_for, set_matrix_mode
 from fourfold.runtime.execution.runner import Runner
+from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.scratch import writing
 from fourfold.runtime.kernels import Randomness
 from fourfold.workload.workload import stored_tensors
@@ -52,6 +52,7 @@ class ComparisonRun:
     data: str  # torch.save of {"state": {...}, "inputs": [...]}
     precision: str = "fp64"
     optimizer: str = "sgd"
+    device: str = "cpu"  # the kind of this rank's device
     steps: int = 3
     result: str = ""  # where rank 0 writes the RunResult
     measured: bool = False  # whether a few more steps shall show memory and waiting
@@ -60,25 +61,29 @@ class ComparisonRun:
 def save_data(example: Example, path: Path, examples: list[Tensor] | None = None) -> dict[str, Tensor]:
     """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
     also the answer."""
-    state = {key: tensor.detach().clone() for key, tensor in stored_tensors(example).items()}
+    state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in stored_tensors(example).items()}
     with writing("the model's state and data"):
-        torch.save({"state": state, "inputs": [t.detach() for t in example.tensors], "examples": examples}, path)
+        torch.save({"state": state, "inputs": [t.detach().cpu() for t in example.tensors], "examples": examples}, path)
     return state
 
 
 def runner(task: ComparisonRun, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
     """This rank's share of a task, with the whole state at hand."""
-    dtypes = PRECISIONS[task.precision]
+    dtypes, device = PRECISIONS[task.precision], own_device(task.device)
+    set_matrix_mode(task.precision)
+    source = StateSource(state)
 
     def load(world: World) -> FullTensor:
+        whole = source.loader(world)
+
         def part(key: str, layout: Layout) -> Tensor:
-            full = state[key]
-            dtype = dtypes.get(str(full.dtype).removeprefix("torch."), full.dtype)
-            return cut(full, layout, world).to(dtype).clone()
+            tensor = whole(key, layout)
+            return tensor.to(dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
 
         return part
 
-    return Runner(lower_plan(task.graph, task.plan), load, precision=task.precision, randomness=randomness)
+    lowered = lowered_for(task.graph, task.plan, precision=task.precision, device=task.device)
+    return Runner(lowered, load, device=device, precision=task.precision, randomness=randomness)
 
 
 def execute_run(task: ComparisonRun) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def run_steps(
         running.randomness.step = step
         begun = time.perf_counter()
         outcome = running.forward_backward(data[step] if later else feeds, outputs=step == 0)
-        spent = time.perf_counter() - begun
+        spent = finished(running.device) - begun
         trial.losses.append(float(outcome.loss))
         if step == 0:
             trial.outputs = {n: t for n, t in whole_outputs(running, outcome).items() if is_inexact(t)}
@@ -125,10 +130,17 @@ def run_steps(
         begun = time.perf_counter()
         if optimizer is not None:
             optimizer.step()
-        trial.facts["seconds"].append(spent + time.perf_counter() - begun)
+        trial.facts["seconds"].append(spent + finished(running.device) - begun)
         if step == 0:
             trial.first_state = whole_state(running)
     trial.state = whole_state(running)
     if task.measured:
         trial.facts["measured"] = measure(running, optimizer, feeds)
     return trial
+
+
+def finished(device: torch.device) -> float:
+    """The time when all that a device was given to do is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

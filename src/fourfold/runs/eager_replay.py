@@ -40,14 +40,16 @@ class NotReplayable(Exception):
 class Replay(SchemaCheckMode):
     """One of the three kinds of mode that torch admits at PreDispatch; nothing of the schema check is used."""
 
-    def __init__(self, graph: Graph, batch: int, microbatches: int, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self, graph: Graph, batch: int, microbatches: int, dtypes: Mapping[str, torch.dtype], device: torch.device
+    ) -> None:
         TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
         mesh = Mesh.of(data=1)
         plan = Plan(graph=graph.hash, batch=batch, mesh=mesh, microbatches=microbatches)
         self.sizes = plan.sizes
         self.randomness = Randomness(exact=True)
         self.dtypes = {getattr(torch, name): dtype for name, dtype in dtypes.items()}
-        local = Local(World(mesh, rank=0, device=torch.device("cpu")), self.randomness, dict(dtypes))
+        local = Local(World(mesh, rank=0, device=device), self.randomness, dict(dtypes))
         (part,) = lower_plan(graph, plan).parts
         self._kernels = {
             size: [(s.op, build(s, local)) for s in program.steps if isinstance(s, Compute) and draws(s.op)]

@@ -32,10 +32,11 @@ from fourfold.runs.eager_replay import NotReplayable, Replay, casts, draws
 from fourfold.runs.rounding import OtherRounding
 from fourfold.runtime.comm.exchange import is_inexact
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import PRECISIONS
+from fourfold.runtime.execution.precision import PRECISIONS, matrix_mode
 from fourfold.workload.workload import Workload, stored_tensors
 
 EAGER, PROGRAM = "eager", "one rank of Fourfold"
+CPU = torch.device("cpu")
 
 
 @dataclass(kw_only=True)
@@ -45,15 +46,16 @@ class Reference:
     workload: Workload
     optimizer: str = "sgd"
     steps: int = 3
+    device: torch.device = CPU
     microbatches: int = 1
     later: tuple[list[Tensor], ...] = ()  # data of the steps after the first, where it is not the same
     start: dict[str, Tensor] = field(init=False)
-    _singles: dict[int, RunResult] = field(init=False, default_factory=dict)
+    _singles: dict[tuple[str, int], RunResult] = field(init=False, default_factory=dict)
     _rounded: dict[int, RunResult] = field(init=False, default_factory=dict)
     _others: dict[int, Reference] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start = {key: t.detach().clone() for key, t in stored_tensors(self.workload.example).items()}
+        self.start = {key: t.detach().to("cpu", copy=True) for key, t in stored_tensors(self.workload.example).items()}
 
     @cached_property
     def kind(self) -> str:
@@ -98,16 +100,19 @@ class Reference:
                 self._rounded[draw] = self._run("fp64", self.start, self.workload.example.tensors)
         return self._rounded[draw]
 
-    def single(self, draw: int) -> RunResult:
-        """In float32. Draw 0 is the plain run; in the others what comes in is moved by one unit in the last place."""
-        if draw not in self._singles:
-            given = (self.start, self.workload.example.tensors) if draw == 0 else self._nudged(torch.float32, seed=draw)
-            self._singles[draw] = self._run("fp32", *given)
-        return self._singles[draw]
+    def single(self, precision: str, draw: int) -> RunResult:
+        """In a precision other than float64. Draw 0 is the plain run; in the others what comes in is moved by one unit in
+        float32's last place or, in bf16, rounded to bf16 either way."""
+        key = precision, draw
+        if key not in self._singles:
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            given = (self.start, self.workload.example.tensors) if draw == 0 else self._nudged(dtype, seed=draw)
+            self._singles[key] = self._run(precision, *given)
+        return self._singles[key]
 
     def _nudged(self, dtype: torch.dtype, *, seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """State and data with the float inputs moved, or the parameters if all inputs are integers."""
-        tensors, state = list(self.workload.example.tensors), dict(self.start)
+        tensors, state = [t.cpu() for t in self.workload.example.tensors], dict(self.start)
         inputs = [i for i, t in enumerate(tensors[: len(self.workload.graph.inputs)]) if is_inexact(t)]
         generator = torch.Generator().manual_seed(seed)
         for i in inputs:
@@ -122,7 +127,15 @@ class Reference:
             return self._eager(precision, state, tensors, steps=self.steps)
         graph = self.workload.graph
         plan = Plan(graph=graph.hash, batch=self.workload.batch, mesh=Mesh.of(data=1), microbatches=self.microbatches)
-        task = ComparisonRun(graph=graph, plan=plan, data="", precision=precision, optimizer=self.optimizer, steps=self.steps)
+        task = ComparisonRun(
+            graph=graph,
+            plan=plan,
+            data="",
+            precision=precision,
+            optimizer=self.optimizer,
+            device=self.device.type,
+            steps=self.steps,
+        )
         return run_steps(task, state, tensors, later=self.later)
 
     def _eager(self, precision: str, state: Mapping[str, Tensor], tensors: list[Tensor], *, steps: int) -> RunResult:
@@ -133,6 +146,7 @@ class Reference:
             precision=precision,
             optimizer=self.optimizer,
             steps=steps,
+            device=self.device,
             microbatches=self.microbatches,
             later=self.later,
         )
@@ -146,15 +160,16 @@ def eager_trial(
     precision: str,
     optimizer: str,
     steps: int,
+    device: torch.device = CPU,
     microbatches: int = 1,
     later: Sequence[list[Tensor]] = (),
 ) -> RunResult:
     """The steps of `run_steps`, by the module itself in this process."""
     example, dtypes = workload.example, PRECISIONS[precision]
-    whole, replay = WithLoss(example.module, example.loss), replay_for(workload, precision, microbatches)
+    whole, replay = WithLoss(example.module, example.loss), replay_for(workload, precision, microbatches, device)
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
+        return tensor.to(device, dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
 
     before = {key: (t, t.data, t.grad) for key, t in stored_tensors(example).items()}
     try:
@@ -162,26 +177,34 @@ def eager_trial(
             tensor.data = cast(state[key]).clone()
             tensor.grad = None
         batches = [[cast(t) for t in (later[step - 1] if step and later else tensors)] for step in range(steps)]
-        forward = partial(_forward, whole, workload, microbatches, replay)
-        with preserve_attributes(whole):
+        forward = partial(_forward, whole, workload, microbatches, replay, precision)
+        with preserve_attributes(whole), matrix_mode(precision):
             return _steps(whole, forward, batches, workload.graph, optimizer, replay)
     finally:
         for tensor, data, grad in before.values():
             tensor.data, tensor.grad = data, grad
 
 
-def replay_for(workload: Workload, precision: str, microbatches: int = 1) -> Replay | None:
+def replay_for(workload: Workload, precision: str, microbatches: int = 1, device: torch.device = CPU) -> Replay | None:
     """What eager runs under, where it would otherwise draw or round otherwise than the program."""
     graph, dtypes = workload.graph, PRECISIONS[precision]
     if any(map(draws, graph.ops)) or (dtypes and (graph.constants or any(map(casts, graph.ops)))):
-        return Replay(graph, workload.batch, microbatches, dtypes)
+        return Replay(graph, workload.batch, microbatches, dtypes, device)
     return None
 
 
 def _forward(
-    whole: WithLoss, workload: Workload, microbatches: int, replay: Replay | None, tensors: list[Tensor]
+    whole: WithLoss, workload: Workload, microbatches: int, replay: Replay | None, precision: str, tensors: list[Tensor]
 ) -> tuple[Tensor, Any]:
     """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
+    device = tensors[0].device.type
+    with torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext():
+        return _called(whole, workload, microbatches, replay, tensors)
+
+
+def _called(
+    whole: WithLoss, workload: Workload, microbatches: int, replay: Replay | None, tensors: list[Tensor]
+) -> tuple[Tensor, Any]:
     fresh, names = [t.clone() for t in tensors], workload.example.inputs  # forward may write into its inputs
     given, targets = fresh[: len(names)], tuple(fresh[len(names) :])
     inputs: Any = dict(zip(names, given, strict=True)) if isinstance(names, Mapping) else tuple(given)
@@ -270,6 +293,16 @@ def nudged(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Te
     """Each element up or down by one unit in the last place of a dtype."""
     if tensor.is_complex():
         return torch.view_as_complex(nudged(torch.view_as_real(tensor.detach().resolve_conj()), dtype, generator))
+    if dtype == torch.bfloat16:
+        return _rounded_either_way(tensor.detach(), generator)
     exact = tensor.detach().to(dtype)
     up = torch.rand(exact.shape, generator=generator) < 0.5
     return torch.nextafter(exact, torch.where(up, torch.inf, -torch.inf).to(dtype))
+
+
+def _rounded_either_way(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element rounded to one of its two neighbours in bf16, in the tensor's own dtype."""
+    near = tensor.to(torch.bfloat16)
+    side = torch.where(tensor > near.to(tensor.dtype), torch.inf, -torch.inf).to(torch.bfloat16)
+    far = torch.where(tensor == near.to(tensor.dtype), near, torch.nextafter(near, side))
+    return torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, near, far).to(tensor.dtype)

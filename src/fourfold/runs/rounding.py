@@ -22,7 +22,8 @@ class OtherRounding(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -35,5 +36,8 @@ class OtherRounding(TorchDispatchMode):
         return out
 
     def _move(self, tensor: Tensor) -> None:
-        draw = torch.randint(-1, 2, tensor.shape, generator=self.generator).to(tensor.dtype)
+        device = tensor.device
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        draw = torch.randint(-1, 2, tensor.shape, generator=self.generators[device], device=device).to(tensor.dtype)
         tensor.mul_(1 + draw * torch.finfo(tensor.dtype).eps)

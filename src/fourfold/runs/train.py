@@ -18,16 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.plans import Plan, lower_plan
+from fourfold.plans import Plan
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.runs.compare import first_bad
-from fourfold.runs.comparison_run import ComparisonRun, runner, save_data
+from fourfold.runs.comparison_run import ComparisonRun, finished, save_data
 from fourfold.runs.datasets import SYNTHETIC, dataset
+from fourfold.runs.initial_tensors import StateSource
 from fourfold.runs.measure import Measured, measure, waiting
+from fourfold.runs.parallel import Parallel
 from fourfold.runtime.comm.world import at_leave
 from fourfold.runtime.execution.optimizers import optimizer_named
+from fourfold.runtime.execution.precision import lowered_for, set_matrix_mode
+from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.scratch import temporary_paths
-from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.rank_pool import RankPool
 from fourfold.timeline import Timeline
 from fourfold.workload.workload import Workload
@@ -77,7 +80,8 @@ def train(
 ) -> History:
     """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds. A loss that is NaN or infinite
     ends the run, unless that is allowed."""
-    lower_plan(workload.graph, plan)  # what cannot run is refused before the ranks begin
+    device = ranks.devices.kind
+    lowered_for(workload.graph, plan, precision=precision, device=device)  # what cannot run is refused before the ranks begin
     check_runnable(plan)
     losses: list[float] = []
     seconds: list[float] = []
@@ -114,12 +118,14 @@ def start(
     """Let the ranks begin to train by a plan; under different names several can take turns."""
     with temporary_paths(1) as (file,):
         save_data(workload.example, file, dataset(data, workload))
-        task = ComparisonRun(graph=workload.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer)
+        task = ComparisonRun(
+            graph=workload.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer, device=ranks.devices.kind
+        )
         ranks(begin, task, seed, name)
 
 
 class Trainer:
-    """One rank's share of a training run."""
+    """One rank's share of a training run: a `Parallel` and the data of its steps."""
 
     def __init__(self, task: ComparisonRun, seed: int) -> None:
         data = torch.load(task.data, mmap=True, weights_only=True)
@@ -128,23 +134,25 @@ class Trainer:
         self.example = [t.clone() for t in data["inputs"]]
         self.examples = [t.clone() for t in data["examples"]] if data.get("examples") is not None else None
         self.seed = seed
-        self.running = runner(task, data["state"], Randomness(seed=seed))
-        parameters = [tensor for _, tensor in self.running.named()]
-        self.optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
-        if self.optimizer is not None:
-            self.running.follow(self.optimizer)
+        set_matrix_mode(task.precision)
+        self.run = Parallel(
+            StateSource(data["state"]),
+            task.plan,
+            task.graph,
+            optimizer=lambda named: optimizer_named(task.optimizer)([tensor for _, tensor in named]),
+            device=own_device(task.device),
+            precision=task.precision,
+            seed=seed,
+        )
 
     def step(self, number: int) -> tuple[float, float]:
         """One step on a fresh batch: the global loss and this rank's seconds."""
         feeds = self.drawn(number)
-        self.running.randomness.step = number
         if dist.is_initialized():
             dist.barrier()
         begun = time.perf_counter()
-        loss = self.running.forward_backward(feeds).loss
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return float(loss), time.perf_counter() - begun
+        loss = self.run.step(*feeds.values())
+        return float(loss), finished(self.run.device) - begun
 
     def drawn(self, number: int) -> dict[str, Tensor]:
         """The whole batch of a step."""
@@ -164,8 +172,9 @@ class Trainer:
 
     def holds(self) -> dict[str, int]:
         """Bytes of this rank's parameters, gradients and optimizer state, and its peak, which has activations too."""
-        tensors = [tensor for _, tensor in self.running.named()]
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        tensors = [tensor for _, tensor in self.run.runner.named()]
+        assert self.run.optimizer is not None
+        states = self.run.optimizer.state.values()
         return {
             "parameters": _bytes(tensors),
             "gradients": _bytes([t.grad for t in tensors if t.grad is not None]),
@@ -175,7 +184,7 @@ class Trainer:
 
     def afterwards(self) -> Measured:
         """What a few more steps show."""
-        return measure(self.running, self.optimizer, self.drawn(0))
+        return measure(self.run.runner, self.run.optimizer, self.drawn(0))
 
 
 def _bytes(tensors: list[Tensor]) -> int:

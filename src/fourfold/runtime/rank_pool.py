@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.plans import Plan
+from fourfold.runtime.host.devices import RankDevices, init_process_group, rank_devices, take_device
 from fourfold.runtime.host.launch import Ranks
 from fourfold.runtime.host.peers import lost_rank
 
@@ -28,6 +29,7 @@ class RankPool(Protocol):
     """Ranks that run functions together."""
 
     count: int
+    devices: RankDevices
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
 
@@ -35,19 +37,21 @@ class RankPool(Protocol):
 class TorchrunRanks:
     """This process as one rank of a group that torchrun started."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu", *, share_gpu: bool = False) -> None:
         import torch.distributed as dist
 
         from fourfold.runtime.comm.world import TIMEOUT
         from fourfold.runtime.host.launch import keep_memory
 
         keep_memory()
+        self.devices = rank_devices(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), share_gpu=share_gpu)
         with _failures():
             store, rank, self.count = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
             store.set_timeout(TIMEOUT)
             _meet(store, rank, self.count, TIMEOUT.total_seconds())
             store = dist.PrefixStore("fourfold", store)  # type: ignore[attr-defined]
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.count, timeout=TIMEOUT)
+            own = take_device(self.devices, rank, int(os.environ.get("LOCAL_RANK", "0")))
+            init_process_group(own, store=store, rank=rank, world_size=self.count, timeout=TIMEOUT)
 
     def __enter__(self) -> TorchrunRanks:
         return self
@@ -101,8 +105,10 @@ def is_leader() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def rank_pool(count: int | None, *, timeout: float = 3600.0) -> Ranks | TorchrunRanks:
-    """The ranks to run on: those of torchrun if it started us, else `count` local ones.
+def rank_pool(
+    count: int | None, *, timeout: float = 3600.0, device: str = "cpu", share_gpu: bool = False
+) -> Ranks | TorchrunRanks:
+    """The ranks to run on: those of torchrun if it started us, else `count` local ones; on a kind of device.
 
     The timeout is for a rank lost in computing; one that waits for another in vain fails by that collective's own.
     """
@@ -110,12 +116,12 @@ def rank_pool(count: int | None, *, timeout: float = 3600.0) -> Ranks | Torchrun
         size = int(os.environ["WORLD_SIZE"])
         if count is not None and count != size:
             raise InvalidInput(f"--ranks {count} under a torchrun of {size} processes; leave --ranks out or make them agree")
-        return TorchrunRanks()
+        return TorchrunRanks(device, share_gpu=share_gpu)
     if count is None:
         raise InvalidInput("how many ranks? give --ranks N, or start under torchrun")
     if count < 1:
         raise InvalidInput(f"--ranks {count}; use at least 1")
-    return Ranks(count, timeout=timeout)
+    return Ranks(count, timeout=timeout, devices=rank_devices(device, count, share_gpu=share_gpu))
 
 
 def share(ranks: Ranks | TorchrunRanks, compute: Callable[[], T]) -> T:

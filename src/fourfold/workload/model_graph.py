@@ -8,6 +8,7 @@ from typing import Any
 
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
+from fourfold.plans.spec.other_graph import transferred
 from fourfold.plans.spec.plan import Plan
 from fourfold.plans.strategies.composition import Options
 from fourfold.plans.strategies.named import named
@@ -29,10 +30,10 @@ class ModelGraph:
         return self if batch is None else replace(self, batch=batch)
 
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
-        return self.adopted(named(strategy, self.graph, ranks=ranks, batch=self.batch, options=options))
+        return self.adopted(named(strategy, self.graph, ranks=ranks, batch=self.batch, options=options), self.graph)
 
-    def adopted(self, plan: Plan) -> Plan:
-        """A plan made for this model, in whatever precision, as one of this graph."""
-        mine = replace(plan, graph=self.graph.hash, model=self.text, signature=self.signature)
+    def adopted(self, plan: Plan, made_for: Graph) -> Plan:
+        """A plan as one of this graph. `made_for`: the graph it was made for, which in bf16 has autocast's casts too."""
+        mine = replace(transferred(plan, made_for, self.graph), model=self.text, signature=self.signature)
         mine.check(self.graph)
         return mine

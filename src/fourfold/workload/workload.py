@@ -51,9 +51,9 @@ class Workload:
     def plan(self, strategy: str, *, ranks: int, options: Options | None = None) -> Plan:
         return self.model_graph.plan(strategy, ranks=ranks, options=options)
 
-    def adopted(self, plan: Plan) -> Plan:
-        """A plan made for this model, in whatever precision, as one of this graph."""
-        return self.model_graph.adopted(plan)
+    def adopted(self, plan: Plan, made_for: Graph) -> Plan:
+        """A plan as one of this graph. `made_for`: the graph it was made for, which in bf16 has autocast's casts too."""
+        return self.model_graph.adopted(plan, made_for)
 
 
 def load_workload(

@@ -25,6 +25,7 @@ from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import DEFAULT, Policy
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.shared.memory import SharedRows, free_bytes, shareable_host
+from fourfold.runtime.host.devices import init_process_group, own_device
 from fourfold.runtime.host.launch import collective_seconds, keep_memory
 
 # newer torch renamed these two; the old names still work there, with a warning
@@ -90,7 +91,9 @@ class World:
         if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
             if device.type == "cpu":
                 keep_memory()
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            else:
+                torch.cuda.set_device(device)
+            init_process_group(device, timeout=TIMEOUT)
             atexit.register(leave)
 
     def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -224,9 +227,9 @@ def running_placement(device: torch.device, ranks: int) -> Placement:
     return Placement(hosts=tuple(numbers[host] for host in hosts), devices=devices, shared_bytes=min(rooms))
 
 
-def here(ranks: int) -> Placement:
-    """Where the processes of this run are, as ranks on processors."""
-    return running_placement(torch.device("cpu"), ranks)
+def here(ranks: int, kind: str = "cpu") -> Placement:
+    """Where the processes of this run are."""
+    return running_placement(own_device(kind), ranks)
 
 
 def leave() -> None:

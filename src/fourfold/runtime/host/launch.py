@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from fourfold.errors import Error, InvalidInput, WorkerFailed
+from fourfold.runtime.host.devices import PROCESSORS, RankDevices, init_process_group, take_device
 from fourfold.runtime.host.processes import end_with, is_stopped
 from fourfold.runtime.host.scratch import path_of, temporary_file
 
@@ -63,8 +64,8 @@ def collective_seconds() -> float:
 class Ranks:
     """A pool of `count` local ranks. ``ranks(function, *args)`` runs it on all and returns their results in rank order."""
 
-    def __init__(self, count: int, *, timeout: float = 600.0) -> None:
-        self.count, self.timeout = count, timeout
+    def __init__(self, count: int, *, timeout: float = 600.0, devices: RankDevices = PROCESSORS) -> None:
+        self.count, self.timeout, self.devices = count, timeout, devices
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
         self._store: IO[bytes] | None = None
@@ -84,7 +85,7 @@ class Ranks:
         with _interrupts_held(), _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
             for rank in range(self.count):
                 ours, theirs = context.Pipe()
-                arguments = (rank, self.count, path_of(self._store), theirs, *link)
+                arguments = (rank, self.count, path_of(self._store), self.devices, theirs, *link)
                 worker = context.Process(target=_serve, args=arguments, daemon=True)
                 worker.start()
                 theirs.close()
@@ -211,13 +212,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def _serve(rank: int, count: int, store: str, pipe: Any, parent: int, by_signal: bool) -> None:
+def _serve(rank: int, count: int, store: str, devices: RankDevices, pipe: Any, parent: int, by_signal: bool) -> None:
     """A worker's life: join the group, then run what comes until the parent is gone."""
     end_with(parent, by_signal=by_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    joined = _answered(_join, (rank, count, store))
+    joined = _answered(_join, (rank, count, store, devices))
     while True:
         try:
             function, args = pipe.recv()
@@ -228,14 +229,15 @@ def _serve(rank: int, count: int, store: str, pipe: Any, parent: int, by_signal:
         _reply(pipe, _answered(function, args) if joined[0] == "done" else joined)
 
 
-def _join(rank: int, count: int, store: str) -> None:
+def _join(rank: int, count: int, store: str, devices: RankDevices) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=collective_seconds())
     shared = dist.FileStore(store, count)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=timeout)
+    device = take_device(devices, rank, rank)
+    init_process_group(device, store=shared, rank=rank, world_size=count, timeout=timeout)
 
 
 def _answered(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:

@@ -34,32 +34,52 @@ class _Shares:
         counts = torch.tensor(self.counts, dtype=torch.float64, device=self.world.device)
         return (counts / self.total).view(-1, 1, 1)
 
+    @cached_property
+    def counts_on_device(self) -> Tensor:
+        return torch.tensor(self.counts, dtype=torch.int32, device=self.world.device)
+
     def summed(self, tensor: Tensor) -> Tensor:
         return self.world.summed(tensor, self.axes)
 
 
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics of half-precision values are float32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _moments(rows: Tensor, shares: _Shares) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of ``rows[0, k]`` for every k over all ranks, joined without cancellation."""
+    dtype = _statistics_dtype(rows.dtype)
     if rows.numel():
-        mean, variance = torch.batch_norm_update_stats(rows, None, None, 0.0)  # much faster than var_mean on a CPU
+        wide = rows if rows.is_cuda else rows.to(dtype)  # a GPU's kernel adds in float32 by itself
+        mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)  # much faster than var_mean on a CPU
     else:
-        mean, variance = rows.new_zeros(rows.shape[1]), rows.new_zeros(rows.shape[1])
+        mean, variance = rows.new_zeros(rows.shape[1], dtype=dtype), rows.new_zeros(rows.shape[1], dtype=dtype)
     parts = shares.world.gathered(torch.stack([mean, variance]), shares.axes)
-    weights = shares.weights.to(rows.dtype)
+    weights = shares.weights.to(dtype)
     joined = (parts * weights).sum(0)
     joined[1] += ((parts[:, 0] - joined[0]).square_() * weights[:, 0]).sum(0)
     return joined[0], joined[1]
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Batch norm with the moments of all ranks; weight and bias gradients are this rank's share."""
+    """Batch norm with the moments of all ranks; weight and bias gradients are this rank's share.
+
+    A GPU has kernels of its own for each half (those of SyncBatchNorm); native_batch_norm's backward there wants moments that
+    its own forward has saved.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shares: _Shares, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance = _moments(x, shares)
-        y = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0] if x.numel() else x.clone()
+        if not x.numel():
+            y = x.clone()
+        elif x.is_cuda:
+            y = torch.batch_norm_elemt(x, weight, bias, mean, torch.rsqrt(variance + eps), eps)
+        else:
+            y = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.shares, ctx.eps, ctx.has_bias = shares, eps, bias is not None
         ctx.mark_non_differentiable(mean, variance)
@@ -68,21 +88,60 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        g = grads[0].contiguous()
-        scale = torch.rsqrt(variance + ctx.eps)
-        ones = weight if weight is not None else torch.ones_like(mean)
-        dx, dw, db = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        if x.numel():
-            _, dw, db = torch.ops.aten.native_batch_norm_backward(
-                g, x, ones, mean, variance, None, None, False, ctx.eps, [False, True, True]
-            )
-        means = ctx.shares.summed(torch.stack([db, dw])) / -ctx.shares.total
-        if x.numel():  # dx = w scale (g - mean(g) - xhat mean(g xhat)), the last two terms as a batch norm of x
-            factor = ones * scale
-            shift, slope = means * factor
-            dx = torch.native_batch_norm(x, slope, shift, mean, variance, False, 0.0, ctx.eps)[0]
-            dx.addcmul_(g, factor.view(1, -1, *(1,) * (x.dim() - 2)))
+        run = _backward_on_gpu if x.is_cuda else _backward
+        dx, dw, db = run(grads[0], x, weight, mean, variance, ctx.shares, ctx.eps)
         return dx, dw if weight is not None else None, db if ctx.has_bias else None, None, None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _backward(
+    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, shares: _Shares, eps: float
+) -> Gradients:
+    """The gradients of x, weight and bias, by ``dx = w scale (g - mean(g) - xhat mean(g xhat))``, whose last two terms are a
+    batch norm of x."""
+    g = g.contiguous()
+    ones = weight if weight is not None else torch.ones_like(mean)
+    dx, dw, db = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+    if x.numel():
+        _, dw, db = torch.ops.aten.native_batch_norm_backward(
+            g, x, ones, mean, variance, None, None, False, eps, [False, True, True]
+        )
+    means = shares.summed(torch.stack([db, dw])) / -shares.total
+    if x.numel():
+        factor = ones * torch.rsqrt(variance + eps)
+        shift, slope = means * factor
+        dx = torch.native_batch_norm(x, slope, shift, mean, variance, False, 0.0, eps)[0]
+        dx.addcmul_(g, factor.to(g.dtype).view(1, -1, *(1,) * (x.dim() - 2)))
+    return dx, dw, db
+
+
+def _backward_on_gpu(
+    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, shares: _Shares, eps: float
+) -> Gradients:
+    """The same by SyncBatchNorm's kernels."""
+    scale = torch.rsqrt(variance + eps)
+    dw, db = torch.zeros_like(mean), torch.zeros_like(mean)
+    if x.numel():
+        g = _laid_as(g, x)
+        _, _, dw, db = torch.batch_norm_backward_reduce(g, x, mean, scale, _like_weight(weight, mean), False, True, True)
+    sums = shares.summed(torch.stack([db, dw]).to(mean.dtype))
+    if not x.numel():
+        return torch.zeros_like(x), dw, db
+    dx = torch.batch_norm_backward_elemt(g, x, mean, scale, weight, sums[0], sums[1] / scale, shares.counts_on_device)
+    return dx, dw, db
+
+
+def _like_weight(weight: Tensor | None, mean: Tensor) -> Tensor:
+    """The kernel gives no gradients without a weight, by which it does not multiply."""
+    return weight if weight is not None else torch.ones_like(mean)
+
+
+def _laid_as(g: Tensor, x: Tensor) -> Tensor:
+    """A gradient in the memory format of what it belongs to."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return g.contiguous(memory_format=last) if last and x.is_contiguous(memory_format=last) else g.contiguous()
 
 
 def _rows(x: Tensor, first: int) -> Tensor:
@@ -99,10 +158,10 @@ class _Normalize(torch.autograd.Function):
         if centred:
             mean, variance = (t.view(kept) for t in _moments(_rows(x, first), shares))
         else:
-            variance = shares.summed(x.square().sum(dims, keepdim=True)) / shares.total
+            variance = shares.summed(x.to(_statistics_dtype(x.dtype)).square().sum(dims, keepdim=True)) / shares.total
             mean = torch.zeros_like(variance)
         scale = torch.rsqrt(variance + eps)
-        y = (x - mean) * scale
+        y = ((x - mean) * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
         ctx.dims, ctx.shares, ctx.centred = dims, shares, centred
         return y
@@ -111,12 +170,13 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, scale = ctx.saved_tensors
         g = grads[0]
-        sums = torch.stack([g.sum(ctx.dims, keepdim=True), (g * y).sum(ctx.dims, keepdim=True)])
+        wide = scale.dtype
+        sums = torch.stack([g.sum(ctx.dims, keepdim=True, dtype=wide), (g * y).sum(ctx.dims, keepdim=True, dtype=wide)])
         sums = ctx.shares.summed(sums) / ctx.shares.total
         dx = g - y * sums[1]
         if ctx.centred:
             dx = dx - sums[0]
-        return dx * scale, None, None, None, None
+        return (dx * scale).to(y.dtype), None, None, None, None
 
 
 def _shares(step: Compute, local: Local, axes: tuple[str, ...], count: Callable[[tuple[int, ...]], int]) -> _Shares:

@@ -38,8 +38,11 @@ def loops_of(terms: tuple[object, ...]) -> tuple[str, ...]:
     return (term.loop,) if isinstance(term, Window) else (str(term),)
 
 
-def _weights(step: Compute, local: Local, dim: int) -> Tensor | float:
-    """Dense weights (owned outputs x held inputs), or a plain factor for a global average."""
+Weights = Tensor | float
+"""Of one dim: dense (owned outputs x held inputs), the input that each owned output copies, or a factor for a global sum."""
+
+
+def _weights(step: Compute, local: Local, dim: int) -> Weights:
     term = step.nest.operands[0][dim][0]
     if not isinstance(term, Window):
         return 1.0 / step.needs[0].dims[dim].size
@@ -50,12 +53,13 @@ def _weights(step: Compute, local: Local, dim: int) -> Tensor | float:
     for k, o in enumerate(owned):
         for tap, weight in zip(term.need.taps[o], term.need.weights[o], strict=True):
             weights[k, held[tap]] += weight
-    return weights.to(local.device)
+    copies = bool(held) and bool((weights == 1).sum(1).eq(1).all()) and int((weights != 0).sum()) == len(weights)
+    return (weights.argmax(1) if copies else weights).to(local.device)
 
 
-def _apply(x: Tensor, dim: int, weights: Tensor | float) -> Tensor:
+def _apply(x: Tensor, dim: int, weights: Weights) -> Tensor:
     if isinstance(weights, float):
         return x.sum(dim, keepdim=True) * weights
-    if bool((weights == 1).sum(1).eq(1).all()) and int((weights != 0).sum()) == len(weights):
-        return x.index_select(dim, weights.argmax(1))
+    if not weights.is_floating_point():
+        return x.index_select(dim, weights)
     return (x.movedim(dim, -1) @ weights.to(x.dtype).T).movedim(-1, dim)
