@@ -93,7 +93,7 @@ def test_plans_are_chosen_by_keyboard_too(page: Any) -> None:
 def test_layers_say_what_they_are(page: Any) -> None:
     layer = page.locator("#layers svg g").nth(2)
     layer.hover()
-    assert page.locator("#tip").is_visible() and "compute" in page.locator("#tip").inner_text()
+    assert page.locator("#tip").is_visible() and "computing" in page.locator("#tip").inner_text()
     page.keyboard.press("Escape")
     assert page.locator("#tip").is_hidden()
     layer.focus()
@@ -160,7 +160,7 @@ def test_reasons_unfold_and_runs_are_shown(page: Any) -> None:
     if page.locator("#refused summary").count():
         page.click("#refused summary")
         assert page.locator("#refused li").first.is_visible()
-    assert "predicted to 95 %" in page.locator("#measured").inner_text()
+    assert "prediction is -5 % from the measurement" in page.locator("#measured").inner_text()
 
 
 def test_a_narrow_window_does_not_scroll_sideways(page: Any) -> None:
@@ -181,6 +181,6 @@ def test_a_reproduction_is_shown_with_its_curves(browser: Any, tmp_path: Path) -
         text = tab.locator("body").inner_text()
         assert all(word in text for word in (name, "<i>1</i>", "three", "four", "does not hold", "SEVEN", "eight"))
         assert tab.locator("polyline").count() == 2 and tab.locator("circle").count() == 4
-        assert tab.locator("svg text").all_inner_texts() == ["1", "2", "4", "10", "100", "1,000"], "300 is steeply above 10"
+        assert tab.locator("svg text").all_text_contents() == ["1", "2", "4", "10", "100", "1,000"], "300 is steeply above 10"
         tab.locator("circle").first.hover()
         assert tab.locator("#tip").inner_text() == f"{name} at 1: 10"
