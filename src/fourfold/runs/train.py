@@ -113,7 +113,8 @@ def start(
 ) -> None:
     """Let the ranks begin to train by a plan; under different names several can take turns."""
     with temporary_paths(1) as (file,):
-        save_data(workload.example, file, dataset(data, workload))
+        examples = dataset(data, workload)
+        save_data(workload.example, file, None if examples is None else examples.training)
         task = ComparisonRun(graph=workload.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer)
         ranks(begin, task, seed, name)
 
