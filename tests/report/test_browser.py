@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from fourfold.oracle.scaling import Study
 from fourfold.planner import SearchTask, search
 from fourfold.planner.what_if import what_if_grid
 from fourfold.report.page.page import page as written
+from fourfold.report.page.reproduction import reproduction_page
 from fourfold.report.runs import Run
+from fourfold.reproduce.study import Expectation, Reproduction, Table
 from small import batch_of, graph_of
 
 pytestmark = pytest.mark.browser
@@ -51,8 +54,9 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture
-def page(browser: Any, file: Path) -> Iterator[Any]:
+@contextmanager
+def opened(browser: Any, file: Path) -> Iterator[Any]:
+    """A tab that shows a file; afterwards, no error of a script and no request that leaves the machine."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
@@ -61,6 +65,12 @@ def page(browser: Any, file: Path) -> Iterator[Any]:
     yield tab
     assert not wrong, wrong
     tab.close()
+
+
+@pytest.fixture
+def page(browser: Any, file: Path) -> Iterator[Any]:
+    with opened(browser, file) as tab:
+        yield tab
 
 
 def test_choosing_a_plan_shows_it(page: Any) -> None:
@@ -83,7 +93,7 @@ def test_plans_are_chosen_by_keyboard_too(page: Any) -> None:
 def test_layers_say_what_they_are(page: Any) -> None:
     layer = page.locator("#layers svg g").nth(2)
     layer.hover()
-    assert page.locator("#tip").is_visible() and "compute" in page.locator("#tip").inner_text()
+    assert page.locator("#tip").is_visible() and "computing" in page.locator("#tip").inner_text()
     page.keyboard.press("Escape")
     assert page.locator("#tip").is_hidden()
     layer.focus()
@@ -150,9 +160,27 @@ def test_reasons_unfold_and_runs_are_shown(page: Any) -> None:
     if page.locator("#refused summary").count():
         page.click("#refused summary")
         assert page.locator("#refused li").first.is_visible()
-    assert "predicted to 95 %" in page.locator("#measured").inner_text()
+    assert "prediction is -5 % from the measurement" in page.locator("#measured").inner_text()
 
 
 def test_a_narrow_window_does_not_scroll_sideways(page: Any) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_reproduction_is_shown_with_its_curves(browser: Any, tmp_path: Path) -> None:
+    name = "<b>K = 1</b>"
+    curves = {name: ((1.0, 10.0), (4.0, 300.0)), "K = 2": ((2.0, 20.0), (4.0, 40.0))}
+    table = Table(title="one", head=("a", "b"), rows=(("<i>1</i>", "2"),), note="three", plot=curves)
+    expected = Expectation(what="four", ours="5", paper="6", mark="read", holds=False)
+    file = tmp_path / "reproduction.html"
+    file.write_text(
+        reproduction_page(Reproduction(name="p", title="SEVEN", tables=(table,), expectations=(expected,), notes=("eight",)))
+    )
+    with opened(browser, file) as tab:
+        text = tab.locator("body").inner_text()
+        assert all(word in text for word in (name, "<i>1</i>", "three", "four", "does not hold", "SEVEN", "eight"))
+        assert tab.locator("polyline").count() == 2 and tab.locator("circle").count() == 4
+        assert tab.locator("svg text").all_text_contents() == ["1", "2", "4", "10", "100", "1,000"], "300 is steeply above 10"
+        tab.locator("circle").first.hover()
+        assert tab.locator("#tip").inner_text() == f"{name} at 1: 10"

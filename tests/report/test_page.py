@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, SearchTask, search
 from fourfold.planner.what_if import Point, WhatIfGrid, what_if_grid
-from fourfold.report.page.page import EXCHANGES, assembled, page
+from fourfold.report.page.html_file import html_file
+from fourfold.report.page.page import EXCHANGES, page
+from fourfold.report.page.reproduction import reproduction_page
+from fourfold.reproduce.study import Expectation, Reproduction, Table
 from small import batch_of, graph_of
 
 CLUSTER, DEVICES = "ethernet-10g", 4
@@ -55,18 +59,35 @@ def shown() -> dict[str, Any]:
     return data_of(page(ranking(), model="gpt2", grid=around()))
 
 
-def test_a_page_needs_nothing_from_outside() -> None:
-    text = page(ranking(), model="gpt2")
+def reproduction(text: str = "step < epoch") -> Reproduction:
+    """A paper whose every text is this one."""
+    table = Table(title=text, head=(text,), rows=((text,),), note=text, plot={text: ((1.0, 10.0), (4.0, 300.0))})
+    expected = Expectation(what=text, ours=text, paper=text, mark="read", holds=False)
+    return Reproduction(name="paradl", title=text, tables=(table,), expectations=(expected,), notes=(text,))
+
+
+@pytest.mark.parametrize("write", [lambda: page(ranking(), model="gpt2"), lambda: reproduction_page(reproduction())])
+def test_a_page_needs_nothing_from_outside(write: Callable[[], str]) -> None:
+    text = write()
     links = [word for word in re.findall(r"https?://[^\s\"'<)]+", text) if not word.startswith("http://www.w3.org/2000/svg")]
     assert not links and "/*css*/" not in text and "/*js*/" not in text and "/*data*/" not in text
     assert "@import" not in text and "src=" not in text
 
 
-def test_names_cannot_break_out_of_the_page() -> None:
+@pytest.mark.parametrize("name", ["page", "reproduction"])
+def test_names_cannot_break_out_of_the_page(name: str) -> None:
     for note in ("</script><script>alert(1)</script>", "<!--<script>", "]]><!--", "<svg/onload=alert(1)>"):
-        text = assembled({"model": note, "notes": [note]})
+        text = html_file(name, {"model": note, "notes": [note]})
         assert text.count("<script") == 2 and "<!--" not in text, "its own two scripts, and no comment that hides the end"
         assert data_of(text) == {"model": note, "notes": [note]}
+
+
+def test_a_reproduction_s_page_has_its_tables_and_what_was_expected() -> None:
+    data, paper = data_of(reproduction_page(reproduction())), reproduction()
+    assert data["title"] == paper.title and data["notes"] == list(paper.notes)
+    assert data["tables"][:-1] == paper.record()["tables"]
+    text = paper.title
+    assert data["tables"][-1]["rows"] == [[text, text, text, "read in the authors' text or tables", "does not hold"]]
 
 
 def test_plans_are_told_as_the_ranking_has_them() -> None:

@@ -38,7 +38,7 @@ from fourfold.oracle.predict import predict
 from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.plan_file import plan_data, read_plan
 from fourfold.report.clusters import cluster_record
-from fourfold.report.page.page import assembled
+from fourfold.report.page.html_file import html_file
 from fourfold.report.runs import read_run
 
 SECONDS, BYTES = 5.0, 2**30
@@ -346,7 +346,7 @@ def shown(path: Path, plan: Plan) -> None:
     """All that `report` does with a record."""
     from dataclasses import asdict
 
-    assembled({"runs": [asdict(read_run(path, of=plan))]})
+    html_file("page", {"runs": [asdict(read_run(path, of=plan))]})
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------------

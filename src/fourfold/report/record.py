@@ -119,6 +119,8 @@ def train_record(
         "optimizer": optimizer,
         "steps": len(history.losses),
         "losses": [finite(loss) for loss in history.losses],
+        "accuracy": history.accuracy.fraction if history.accuracy is not None else None,
+        "held_out": history.accuracy.examples if history.accuracy is not None else None,
         "nonfinite_step": history.bad_step,
         "step_seconds": history.step_seconds,
         "samples_per_second": history.samples_per_second,

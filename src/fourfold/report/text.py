@@ -19,7 +19,7 @@ from fourfold.units import bytes_text, count_text, flops_text, seconds_text
 
 if TYPE_CHECKING:
     from fourfold.oracle.predict import Prediction
-    from fourfold.runs.train import History
+    from fourfold.runs.train import Accuracy, History
     from fourfold.runs.verify import Verdict
 
 WIDTH = 100
@@ -162,7 +162,14 @@ def history_text(history: History, prediction: Prediction | None = None) -> Rend
     """The last lines of `train`: losses, speed, memory, and what was predicted of them."""
     speed = f"{seconds_text(history.step_seconds)} a step (median), {history.samples_per_second:.1f} samples/s"
     compared = _predicted(prediction, history.step_seconds, history.peaks)
-    return Group(*map(Text, [*_loss_lines(history.losses), speed, *_measured(history.peaks, history.waiting), *compared]))
+    learned = [*_loss_lines(history.losses), *_accuracy_lines(history.accuracy)]
+    return Group(*map(Text, [*learned, speed, *_measured(history.peaks, history.waiting), *compared]))
+
+
+def _accuracy_lines(accuracy: Accuracy | None) -> list[str]:
+    if accuracy is None:
+        return []
+    return [f"accuracy: {accuracy.fraction:.1%} of {accuracy.examples} held-out examples classified right"]
 
 
 def _loss_lines(losses: Sequence[float]) -> list[str]:

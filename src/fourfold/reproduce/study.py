@@ -39,6 +39,16 @@ class Table:
     note: str = ""
     plot: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # curves by name
 
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "title": self.title,
+            "head": list(self.head),
+            "rows": [list(row) for row in self.rows],
+            "note": self.note,
+            "plot": {name: [list(point) for point in curve] for name, curve in self.plot.items()},
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
@@ -76,16 +86,7 @@ class Reproduction:
                 {"what": e.what, "ours": e.ours, "paper": e.paper, "mark": e.mark, "holds": e.holds, "chief": e.chief}
                 for e in self.expectations
             ],
-            "tables": [
-                {
-                    "title": t.title,
-                    "head": list(t.head),
-                    "rows": [list(row) for row in t.rows],
-                    "note": t.note,
-                    "plot": {name: [list(point) for point in curve] for name, curve in t.plot.items()},
-                }
-                for t in self.tables
-            ],
+            "tables": [table.record() for table in self.tables],
             "notes": list(self.notes),
         }
 

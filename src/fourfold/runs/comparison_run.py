@@ -58,12 +58,12 @@ class ComparisonRun:
     measured: bool = False  # whether a few more steps shall show memory and waiting
 
 
-def save_data(example: Example, path: Path, examples: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
-    also the answer."""
+def save_data(example: Example, path: Path, examples: Mapping[str, list[Tensor]] | None = None) -> dict[str, Tensor]:
+    """Write the initial state, the whole inputs and, where there are, sets of examples by their names for the ranks to read;
+    the state is also the answer."""
     state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in stored_tensors(example).items()}
     with writing("the model's state and data"):
-        torch.save({"state": state, "inputs": [t.detach().cpu() for t in example.tensors], "examples": examples}, path)
+        torch.save({"state": state, "inputs": [t.detach().cpu() for t in example.tensors], **(examples or {})}, path)
     return state
 
 

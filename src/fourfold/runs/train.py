@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.graph import Graph
+from fourfold.graph.capture import capture
 from fourfold.plans import Plan
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.runs.compare import first_bad
@@ -40,6 +42,18 @@ NOW = "now"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """How many of so many held-out examples were classified right."""
+
+    right: int
+    examples: int
+
+    @property
+    def fraction(self) -> float:
+        return self.right / self.examples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """What a training run showed: a loss per step and the time of the slowest rank; then, by rank, the peak of memory and,
     where there are stages, the share of a step it waits; and who did what in one step."""
@@ -50,6 +64,7 @@ class History:
     peaks: tuple[int, ...]
     waiting: tuple[float, ...]
     timeline: Timeline
+    accuracy: Accuracy | None = None  # after the last step, where the data have examples held out
 
     @property
     def bad_step(self) -> int | None:
@@ -93,6 +108,7 @@ def train(
         told(step + 1, losses[-1], seconds[-1])
         if not math.isfinite(losses[-1]) and not allow_nan:
             break
+    accuracy = ranks(held_out_accuracy)[0]
     found = ranks(afterwards)
     return History(
         losses=tuple(losses),
@@ -101,6 +117,7 @@ def train(
         peaks=tuple(m.peak_bytes for m in found),
         waiting=waiting(found),
         timeline=Timeline.of(part.events for part in found),
+        accuracy=accuracy,
     )
 
 
@@ -117,26 +134,34 @@ def start(
 ) -> None:
     """Let the ranks begin to train by a plan; under different names several can take turns."""
     with temporary_paths(1) as (file,):
-        save_data(workload.example, file, dataset(data, workload))
+        examples = dataset(data, workload)
+        parts = {"training": examples.training, "held_out": examples.held_out} if examples is not None else {}
+        save_data(workload.example, file, parts)
         task = ComparisonRun(
             graph=workload.graph, plan=plan, data=str(file), precision=precision, optimizer=optimizer, device=ranks.devices.kind
         )
-        ranks(begin, task, seed, name)
+        ranks(begin, task, seed, name, _evaluation_graph(workload) if examples is not None else None)
+
+
+def _evaluation_graph(workload: Workload) -> Graph:
+    example = workload.example
+    return capture(example.module, example.inputs, example.targets, example.loss, train=False)
 
 
 class Trainer:
     """One rank's share of a training run: a `Parallel` and the data of its steps."""
 
-    def __init__(self, task: ComparisonRun, seed: int) -> None:
+    def __init__(self, task: ComparisonRun, seed: int, evaluation: Graph | None = None) -> None:
         data = torch.load(task.data, mmap=True, weights_only=True)
         self.names = (*task.graph.inputs, *task.graph.targets)
         self.batched = [task.graph.batch_dim(name) is not None or task.graph.batch is not None for name in self.names]
         self.example = [t.clone() for t in data["inputs"]]
-        self.examples = [t.clone() for t in data["examples"]] if data.get("examples") is not None else None
+        self.examples = [t.clone() for t in data["training"]] if "training" in data else None
+        self.held_out = [t.clone() for t in data["held_out"]] if "held_out" in data else None
         self.seed = seed
         set_matrix_mode(task.precision)
         self.run = Parallel(
-            StateSource(data["state"]),
+            StateSource(data["state"], evaluation=evaluation),
             task.plan,
             task.graph,
             optimizer=lambda named: optimizer_named(task.optimizer)([tensor for _, tensor in named]),
@@ -153,6 +178,18 @@ class Trainer:
         begun = time.perf_counter()
         loss = self.run.step(*feeds.values())
         return float(loss), finished(self.run.device) - begun
+
+    def accuracy(self) -> Accuracy | None:
+        """How often the largest output is the class of a held-out example, over whole batches of them."""
+        if self.held_out is None:
+            return None
+        size, right = self.example[0].shape[0], 0
+        batches = list(zip(*(tensor.split(size) for tensor in self.held_out), strict=True))
+        whole = [batch for batch in batches if len(batch[-1]) == size]
+        for batch in whole:
+            _, (outputs, *_) = self.run.evaluate(*batch)
+            right += int((outputs.argmax(-1).cpu() == batch[-1]).sum())
+        return Accuracy(right=right, examples=size * len(whole)) if whole else None
 
     def drawn(self, number: int) -> dict[str, Tensor]:
         """The whole batch of a step."""
@@ -207,10 +244,10 @@ def _like(example: Tensor, generator: torch.Generator) -> Tensor:
 _running: dict[str, Trainer] = {}  # of this process, by name: a rank gets its task once, then runs it step by step
 
 
-def begin(task: ComparisonRun, seed: int, name: str = NOW) -> None:
-    """Bind the task to this rank."""
+def begin(task: ComparisonRun, seed: int, name: str = NOW, evaluation: Graph | None = None) -> None:
+    """Bind the task to this rank. `evaluation`: the graph in eval mode, for held-out examples."""
     _running.pop(name, None)
-    _running[name] = Trainer(task, seed)
+    _running[name] = Trainer(task, seed, evaluation)
 
 
 def forget() -> None:
@@ -224,6 +261,11 @@ at_leave(forget)
 def one_step(number: int, name: str = NOW) -> tuple[float, float]:
     """One step of the task begun."""
     return _running[name].step(number)
+
+
+def held_out_accuracy() -> Accuracy | None:
+    """Of the task begun, when its steps are over."""
+    return _running[NOW].accuracy()
 
 
 def afterwards() -> Measured:

@@ -1,44 +1,7 @@
-"use strict";
-const D = JSON.parse(document.getElementById("data").textContent);
+// The page of a plan.
 const SPLITS = { batch: "by samples", filter: "by filters (output channels)", channel: "by input channels", domain: "by domain (space, depth, sequence)", replicate: "in full on every rank" };
 const KINDS = { F: ["forward", "compute"], B: ["backward", "layer_exchange"], receive: ["receive", "halo"], send: ["send", "halo"], reduce: ["gradient sums", "gradient_exchange"], tie: ["tied gradients", "gradient_exchange"] };
 
-const $ = (id) => document.getElementById(id);
-const node = (tag, attributes = {}, ...children) => {
-  const out = tag.startsWith("svg:") ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4)) : document.createElement(tag);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key === "tip") tipped(out, value);
-    else if (key.startsWith("on")) out.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) out.setAttribute(key, value === true ? "" : value);
-  }
-  out.append(...children.filter((c) => c !== null));
-  return out;
-};
-const digits = (x, n = 3) => Number(x.toPrecision(n)).toString();
-const seconds = (s) => s >= 1 ? `${digits(s)} s` : s >= 1e-3 ? `${digits(s * 1e3)} ms` : `${digits(s * 1e6)} µs`;
-const bytes = (b) => { const units = ["B", "KiB", "MiB", "GiB", "TiB"]; let k = 0; while (b >= 1024 && k < 4) { b /= 1024; k++; } return `${digits(b)} ${units[k]}`; };
-const percent = (x) => `${Math.round(100 * x)} %`;
-const sum = (some) => some.reduce((a, b) => a + b, 0);
-
-// --- words that appear over what the pointer or the keyboard is on ---
-const tip = $("tip");
-function tipped(element, text) {
-  const show = (x, y) => { tip.textContent = typeof text === "function" ? text() : text; tip.hidden = false; place(x, y); };
-  element.addEventListener("pointermove", (e) => show(e.clientX, e.clientY));
-  element.addEventListener("pointerleave", () => { tip.hidden = true; });
-  element.addEventListener("focus", () => { const box = element.getBoundingClientRect(); show(box.left, box.bottom); });
-  element.addEventListener("blur", () => { tip.hidden = true; });
-}
-function place(x, y) {
-  const box = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - box.width - 8))}px`;
-  tip.style.top = `${y + 18 + box.height > innerHeight ? y - box.height - 10 : y + 16}px`;
-}
-document.addEventListener("keydown", (e) => { if (e.key === "Escape") tip.hidden = true; });
-
-function legend(id, entries) {
-  $(id).replaceChildren(...entries.map(([colour, text]) => node("li", {}, node("i", { style: `background:${colour}` }), text)));
-}
 const spentText = (breakdown, step) => Object.entries(D.categories).filter(([t]) => breakdown[t] > 0).map(([t, w]) => `${w}: ${seconds(breakdown[t])} (${percent(breakdown[t] / step)})`).join("\n");
 function spentBar(breakdown, step, longest) {
   const parts = Object.keys(D.categories).map((t) => node("span", { style: `width:${100 * breakdown[t] / step}%;background:var(--${t})` }));
@@ -70,7 +33,7 @@ function ranking() {
       node("td", {}, node("div", { class: "track" }, spentBar(p.breakdown, p.step, longest), between)),
       node("td", {}, full, node("span", { class: p.feasible ? "hint" : "hint over" }, p.feasible ? bytes(p.peak) : `${bytes(p.peak)}: does not fit`)));
   }));
-  legend("legend", Object.entries(D.categories).map(([t, w]) => [`var(--${t})`, w]));
+  legend($("legend"), Object.entries(D.categories).map(([t, w]) => [`var(--${t})`, w]));
   const lines = [...D.notes, ...D.refused.map((r) => `${r.strategy}: ${r.reason}`)];
   $("refused").replaceChildren(...(lines.length ? [node("details", {}, node("summary", {}, `${D.refused.length} strategies are not possible; notes`), node("ul", {}, ...lines.map((l) => node("li", {}, l))))] : []));
 }
@@ -120,7 +83,7 @@ function layers(p) {
   $("layers").replaceChildren(svg);
   $("layers-hint").textContent = `${p.layers.length} layers from left to right; above, how each is split over the axes of the mesh; below, seconds of a micro-batch's forward and backward on one rank, compute upwards, communication downwards.`;
   const used = [...new Set(p.layers.flatMap((l) => l.split).filter(Boolean).map((s) => s.split(":")[0]))];
-  legend("split-legend", used.map((s) => [`var(--${s in SPLITS ? s : "none"})`, SPLITS[s] || s]));
+  legend($("split-legend"), used.map((s) => [`var(--${s in SPLITS ? s : "none"})`, SPLITS[s] || s]));
 }
 
 function memory(p) {
@@ -134,7 +97,7 @@ function memory(p) {
     return node("div", { class: "row" }, node("span", {}, `rank${/[-,]/.test(m.ranks) ? "s" : ""} ${m.ranks}`), node("div", { class: "room", tip: text, tabindex: 0, "aria-label": text }, ...parts, ...limit), node("span", { class: m.bytes > p.capacity ? "over" : "hint" }, `${bytes(m.bytes)} of ${bytes(p.capacity)}`));
   });
   $("memory").replaceChildren(...rows, ...(p.memory.length > 16 ? [node("p", { class: "hint" }, `and ${p.memory.length - 16} kinds of ranks more`)] : []));
-  legend("memory-legend", names.map((n, k) => [`var(--c${k % 10})`, n]));
+  legend($("memory-legend"), names.map((n, k) => [`var(--c${k % 10})`, n]));
 }
 
 // --- the timeline, with a view on a part of it ---
@@ -163,7 +126,7 @@ function timeline(p) {
   place.replaceChildren(svg);
   place.setAttribute("aria-label", `Timeline of one step from ${seconds(from)} to ${seconds(to)}, ${lanes} lanes`);
   const kinds = [...new Set(p.timeline.events.map((e) => e[1]))].map((k) => KINDS[k] || [k, "other"]);
-  legend("timeline-legend", [...new Map(kinds.map(([w, c]) => [c + w, [`var(--${c})`, w]])).values()]);
+  legend($("timeline-legend"), [...new Map(kinds.map(([w, c]) => [c + w, [`var(--${c})`, w]])).values()]);
   if (p.timeline.cut) $("timeline-legend").append(node("li", {}, `the first ${p.timeline.events.length} events only`));
 }
 function zoom(factor, shift = 0, centre = .5) {
@@ -224,21 +187,16 @@ function scaling() {
   if (!names.length || new Set(D.scaling.map((r) => r.devices)).size < 2) { $("scaling").hidden = true; return; }
   const colour = (name) => `var(--c${names.indexOf(name) % 10})`;
   $("curves").replaceChildren(...names.map((name) => node("button", { type: "button", "aria-pressed": String(!hidden.has(name)), onclick: () => { if (!hidden.delete(name)) hidden.add(name); scaling(); } }, node("i", { style: `display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:6px;background:${colour(name)}` }), name)));
-  const rows = D.scaling.filter((r) => r.samples && !hidden.has(r.strategy));
-  const counts = [...new Set(D.scaling.map((r) => r.devices))].sort((a, b) => a - b);
+  const xs = [...new Set(D.scaling.map((r) => r.devices))].sort((a, b) => a - b);
   const all = D.scaling.filter((r) => r.samples).map((r) => r.samples), low = Math.log2(Math.min(...all)), high = Math.log2(Math.max(...all) * 1.15);
-  const width = Math.max(320, $("chart").clientWidth || 900), tall = 320, left = 64, under = 34;
-  const x = (d) => left + (width - left - 20) * (counts.length > 1 ? Math.log2(d / counts[0]) / Math.log2(counts.at(-1) / counts[0]) : .5);
-  const y = (s) => 8 + (tall - under - 8) * (1 - (Math.log2(s) - low) / Math.max(high - low, .1));
-  const svg = node("svg:svg", { viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": "Samples per second over devices, both on logarithmic axes" });
-  counts.forEach((d) => svg.append(node("svg:line", { x1: x(d), x2: x(d), y1: 8, y2: tall - under, style: "stroke:var(--line)" }), node("svg:text", { x: x(d), y: tall - 12, "text-anchor": "middle" }, d)));
-  const step = high - low > 3 ? Math.ceil((high - low) / 6) : (high - low) / 4;
-  for (let k = high - low > 3 ? Math.ceil(low) : low; k <= high; k += step) svg.append(node("svg:line", { x1: left, x2: width - 20, y1: y(2 ** k), y2: y(2 ** k), style: "stroke:var(--line)" }), node("svg:text", { x: left - 8, y: y(2 ** k) + 4, "text-anchor": "end" }, digits(2 ** k)));
-  names.filter((n) => !hidden.has(n)).forEach((name) => {
-    const mine = rows.filter((r) => r.strategy === name).sort((a, b) => a.devices - b.devices);
-    svg.append(node("svg:polyline", { points: mine.map((r) => `${x(r.devices)},${y(r.samples)}`).join(" "), style: `fill:none;stroke:${colour(name)};stroke-width:2` }));
-    mine.forEach((r) => svg.append(node("svg:circle", { cx: x(r.devices), cy: y(r.samples), r: 5, tabindex: 0, style: `fill:${r.feasible ? colour(name) : "var(--card)"};stroke:${colour(name)};stroke-width:2`, tip: `${name} on ${r.devices}\n${digits(r.samples)} samples/s, efficiency ${percent(r.efficiency)}${r.feasible ? "" : "\ndoes not fit"}` })));
+  const ticks = [], step = high - low > 3 ? Math.ceil((high - low) / 6) : (high - low) / 4;
+  for (let k = high - low > 3 ? Math.ceil(low) : low; k <= high; k += step) ticks.push(2 ** k);
+  const words = (r) => `${r.strategy} on ${r.devices}\n${digits(r.samples)} samples/s, efficiency ${percent(r.efficiency)}${r.feasible ? "" : "\ndoes not fit"}`;
+  const curves = names.filter((name) => !hidden.has(name)).map((name) => {
+    const mine = D.scaling.filter((r) => r.samples && r.strategy === name).sort((a, b) => a.devices - b.devices);
+    return { name, colour: colour(name), points: mine.map((r) => ({ x: r.devices, y: r.samples, tip: words(r), hollow: !r.feasible })) };
   });
+  const svg = lineChart({ label: "Samples per second over devices, both on logarithmic axes", curves, xs, ticks, range: [2 ** low, 2 ** high], logarithmic: true, width: Math.max(320, $("chart").clientWidth || 900), tall: 320 });
   $("chart").replaceChildren(svg, node("p", { class: "hint" }, "Samples per second over devices, both logarithmic; hollow points do not fit the devices' memory."));
 }
 
@@ -256,10 +214,6 @@ function runs() {
   }));
 }
 
-$("theme").onclick = () => {
-  const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-};
 ranking();
 if (D.plans.length) plan(D.plans[0]); else $("plan").hidden = true;
 timelineControls();

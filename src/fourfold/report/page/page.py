@@ -1,11 +1,9 @@
-"""A page to look at: one HTML file with everything in it. What is shown is worked out here, how it is drawn in `page.js`."""
+"""The page of a search and its plans. What is shown is worked out here, how it is drawn in `page.js`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 from fourfold.oracle.predict import Prediction
@@ -16,6 +14,7 @@ from fourfold.planner.search import same_plan
 from fourfold.planner.what_if import Answer, Point, WhatIfGrid
 from fourfold.plans.lists.lowered_plan import LoweredStage
 from fourfold.report.costs import setting_words
+from fourfold.report.page.html_file import html_file
 from fourfold.report.ranking import plan_name
 from fourfold.report.runs import Run
 from fourfold.report.stages import options_text, ranks_text
@@ -53,18 +52,7 @@ def page(
         "scaling": [_scaled(row) for row in scaling],
         "runs": [asdict(run) for run in runs],
     }
-    return assembled(data)
-
-
-def assembled(data: Mapping[str, Any]) -> str:
-    """The page with its data, style and script inside."""
-    room = files("fourfold.report.page")
-    parts = {name: room.joinpath(f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # no tag or comment can begin in a text
-    out = parts["html"]
-    for name, part in (("css", parts["css"]), ("js", parts["js"]), ("data", text)):
-        out = out.replace(f"/*{name}*/", part, 1)
-    return out
+    return html_file("page", data)
 
 
 def _shown(ranking: Ranking, chosen: Prediction | None) -> list[Prediction]:
