@@ -448,7 +448,8 @@ def alive(pid: int) -> bool:
 def endless(request: pytest.FixtureRequest) -> subprocess.Popen[str]:
     """A training run in mid-air on two ranks."""
     strategy = getattr(request, "param", "data")
-    command = [sys.executable, "-m", "fourfold", "train", SMALL, "--strategy", strategy, "--ranks", "2", "--steps", "1000000"]
+    asked = ["--strategy", strategy, "--ranks", "2", "--steps", "1000000", "--no-predict"]
+    command = [sys.executable, "-m", "fourfold", "train", SMALL, *asked]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests started in the background ignore it
@@ -470,7 +471,7 @@ def ended(process: subprocess.Popen[str], workers: list[int]) -> tuple[int, list
     return process.returncode, err.strip().splitlines()
 
 
-@pytest.mark.parametrize("endless", ["data", "pipeline"], indirect=True)
+@pytest.mark.parametrize("endless", ["data", pytest.param("pipeline", marks=pytest.mark.slow)], indirect=True)
 def test_a_killed_rank_ends_the_run_with_code_3(endless: subprocess.Popen[str]) -> None:
     workers = ranks_of(endless.pid)
     assert len(workers) == 2

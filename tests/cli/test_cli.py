@@ -13,8 +13,12 @@ import torch
 from fourfold.cli.main import run
 from fourfold.plans import load_plan
 from fourfold.report.runs import read_run
+from fourfold.runs.reference import Reference
+from fourfold.runs.verify import verify
 from fourfold.workload.materialise import materialise
 from fourfold.workload.model_text import build
+from fourfold.workload.workload import load_workload
+from ranks import pool
 
 SMALL = "vgg16-cifar,batch=4,width=32,channels=4"
 FACTORIES = """
@@ -209,11 +213,21 @@ def test_an_unequal_run_exits_with_one(record: Callable[..., dict[str, Any]], mo
     assert found["worst"]["error"] > 0
 
 
-@pytest.mark.parametrize("factory", ["plain", "plain,width=9,bias=no", "with_loss", "by_name", "on_meta"])
-def test_a_users_factory_is_verified(record: Callable[..., dict[str, Any]], nets: str, factory: str) -> None:
-    found = record("verify", f"{nets}:{factory}", "--strategy", "data", "--ranks", "2", "--batch", "5", "--optimizer", "adamw")
+def test_a_users_factory_is_verified(record: Callable[..., dict[str, Any]], nets: str) -> None:
+    factory = f"{nets}:plain,width=9,bias=no"
+    found = record("verify", factory, "--strategy", "data", "--ranks", "2", "--batch", "5", "--optimizer", "adamw")
     assert found["equal"] is True
     assert found["plan"]["batch"] == 5
+
+
+@pytest.mark.parametrize("factory", ["plain", "with_loss", "by_name", "on_meta"])
+def test_a_factory_of_any_form_runs_as_eager(nets: str, factory: str) -> None:
+    """What the command does, on ranks that are there already."""
+    seen = load_workload(f"{nets}:{factory}", batch=5)
+    plan = seen.plan("data", ranks=2)
+    verdict = verify(seen, plan, pool(2), reference=Reference(workload=seen, optimizer="adamw"))
+    assert verdict is not None and verdict.equal
+    assert plan.batch == 5
 
 
 def test_a_batch_is_repeated_and_cut_where_the_factory_fixes_it(nets: str) -> None:

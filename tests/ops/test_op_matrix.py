@@ -1,6 +1,7 @@
 """Every op on every split, 2 to 4 ranks, against eager float64; see `matrix` for what ok means.
 
-Cases of a family run together in one call of the pooled workers, when the first of its tests asks.
+Cases of a family run together in one call of the pooled workers, when the first of its tests asks. A case runs in each of its
+columns on one of its rank counts, by turns; on all of them in the test marked slow.
 """
 
 from __future__ import annotations
@@ -10,10 +11,27 @@ from collections.abc import Callable
 import pytest
 
 from fourfold.plans import lower
-from matrix import TOLERANCE, Case, Cell, Column, Fn, Prepared, judged
+from matrix import TOLERANCE, Case, Cell, Column, Fn, Prepared, every_pair, judged
 from op_matrix_page import CASES, PAGE, load, page
 
 BY_NAME = {case.name: case for case in CASES}
+PLACES = {name: place for place, name in enumerate(BY_NAME)}
+
+
+def pairs_by_turns(case: Case) -> list[tuple[str, int]]:
+    """Each column on one rank count; the next column, and the next case, on the next one."""
+    counts = case.ranks
+    return [(column, counts[(PLACES[case.name] + k) % len(counts)]) for k, column in enumerate(case.columns)]
+
+
+def assert_as_recorded(cells: list[Cell]) -> None:
+    recorded = load()
+    for cell in cells:
+        assert cell.status == BY_NAME[cell.case].columns[cell.column].expect, f"{cell.key}: {cell.status}, {cell.detail}"
+        assert cell.error <= TOLERANCE
+        assert [cell.status, cell.forward, cell.backward, cell.limit] == recorded.get(cell.key), (
+            f"{cell.key} is not what the results file says; run python tests/support/op_matrix_page.py"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +44,7 @@ def cells_of(request: pytest.FixtureRequest) -> Callable[[Case], list[Cell]]:
     def cells(case: Case) -> list[Cell]:
         if case.name not in done:
             family = [BY_NAME[name] for name in selected if BY_NAME[name].family == case.family]
-            found = judged(family)
+            found = judged(family, pairs_by_turns)
             done.update({other.name: [cell for cell in found if cell.case == other.name] for other in family})
         return done[case.name]
 
@@ -39,15 +57,25 @@ def test_case_names_are_unique() -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_op_equals_eager_on_every_split(name: str, cells_of: Callable[[Case], list[Cell]]) -> None:
-    case, recorded = BY_NAME[name], load()
-    cells = cells_of(case)
-    assert len(cells) == len(case.columns) * len(case.ranks)
-    for cell in cells:
-        assert cell.status == case.columns[cell.column].expect, f"{cell.key}: {cell.status}, {cell.detail}"
-        assert cell.error <= TOLERANCE
-        assert [cell.status, cell.forward, cell.backward, cell.limit] == recorded.get(cell.key), (
-            f"{cell.key} is not what the results file says; run python tests/support/op_matrix_page.py"
-        )
+    cells = cells_of(BY_NAME[name])
+    assert {cell.column for cell in cells} == set(BY_NAME[name].columns)
+    assert_as_recorded(cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", dict.fromkeys(case.family for case in CASES))
+def test_ops_of_a_family_equal_eager_on_every_split_and_rank_count(family: str) -> None:
+    cases = [case for case in CASES if case.family == family]
+    cells = judged(cases)
+    assert len(cells) == sum(len(every_pair(case)) for case in cases)
+    assert_as_recorded(cells)
+
+
+def test_by_turns_a_case_of_several_columns_is_tried_on_several_rank_counts() -> None:
+    for case in CASES:
+        tried = pairs_by_turns(case)
+        assert [column for column, _ in tried] == list(case.columns)
+        assert len({ranks for _, ranks in tried}) == min(len(case.ranks), len(case.columns)), case.name
 
 
 def test_a_wrong_number_and_a_gathered_tensor_are_seen() -> None:

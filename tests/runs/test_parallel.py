@@ -128,10 +128,9 @@ def test_a_model_built_on_meta_is_initialised_alike_under_every_plan() -> None:
     want = from_meta("data", 1)
     assert want["conv.weight"].std() > 0.05
     for strategy, ranks in [("filter", 2), ("data", 2)]:
-        with Ranks(ranks) as pool:
-            for got in pool(from_meta, strategy, ranks):
-                for key, value in want.items():
-                    torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10)
+        for got in pool(ranks)(from_meta, strategy, ranks):
+            for key, value in want.items():
+                torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10)
 
 
 class Coupled(torch.optim.SGD):
@@ -148,9 +147,8 @@ def refuse_coupled(strategy: str) -> str:
 
 
 def test_an_optimizer_that_is_not_elementwise_is_refused_on_sharded_parameters_only() -> None:
-    with Ranks(2) as pool:
-        assert "Coupled" in pool(refuse_coupled, "filter")[0]
-        assert pool(refuse_coupled, "data") == ["accepted", "accepted"]
+    assert "Coupled" in pool(2)(refuse_coupled, "filter")[0]
+    assert pool(2)(refuse_coupled, "data") == ["accepted", "accepted"]
 
 
 def test_inputs_of_the_wrong_shape_are_named_with_both_shapes() -> None:

@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped while a command runs: three of the sixty faults of `make faults`."""
+"""Processes that are killed or stopped while a command runs: two of the sixty faults of `make faults`, and one marked slow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 THREE = [
     (Fault(command="train", target="parent", kind="kill"), 2.0),
-    (Fault(command="verify", target="rank", kind="terminate", rank=1), 0.5),
+    pytest.param(Fault(command="verify", target="rank", kind="terminate", rank=1), 0.5, marks=pytest.mark.slow),
     (Fault(command="train", target="torchrun's rank", kind="kill", rank=1), 2.0),
 ]
 

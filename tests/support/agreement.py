@@ -178,19 +178,22 @@ def sending_directly(elements: int | None) -> Iterator[None]:
         yield
 
 
-@cache
+_APART: dict[int, Ranks] = {}
+
+
 def apart(count: int) -> Ranks:
-    """Ranks that may not share memory."""
-    with patch.dict(os.environ, FOURFOLD_SOCKETS="1", FOURFOLD_TIMEOUT=os.environ.get("FOURFOLD_TIMEOUT", "60")):
-        ranks = Ranks(count, timeout=240)
-        ranks(float, 0)  # started under these settings
-    return ranks
+    """Ranks that may not share memory; spawned when first used."""
+    if count not in _APART:
+        with patch.dict(os.environ, FOURFOLD_SOCKETS="1", FOURFOLD_TIMEOUT=os.environ.get("FOURFOLD_TIMEOUT", "60")):
+            _APART[count] = Ranks(count, timeout=240)
+            _APART[count](float, 0)  # started under these settings
+    return _APART[count]
 
 
 def close_apart() -> None:
-    for count in (2, 3, 4):
-        apart(count).close()
-    apart.cache_clear()
+    for ranks in _APART.values():
+        ranks.close()
+    _APART.clear()
 
 
 def run_of(case: Case) -> tuple[LoweredPlan, list[tuple[Placement, list[Record]]]]:

@@ -257,14 +257,19 @@ def _gathers(program: Program, compute: Compute) -> bool:
     return any(compute.choice[axis] is None for axis in divided)
 
 
-def judged(cases: Sequence[Case]) -> list[Cell]:
-    """Every cell of the given cases; one call of the workers per rank count."""
+def every_pair(case: Case) -> list[tuple[str, int]]:
+    """All columns of a case on all its rank counts."""
+    return [(column, ranks) for ranks in case.ranks for column in case.columns]
+
+
+def judged(cases: Sequence[Case], pairs: Callable[[Case], Sequence[tuple[str, int]]] = every_pair) -> list[Cell]:
+    """The cells of the given cases, of each in the given columns and rank counts; one call of the workers per rank count."""
     prepared = [Prepared(case) for case in cases]
     cells: list[Cell] = []
     for ranks in sorted({n for case in cases for n in case.ranks}):
         jobs: dict[str, tuple[Prepared, str, Program, Job]] = {}
         for item in prepared:
-            for column in item.case.columns if ranks in item.case.ranks else ():
+            for column in [column for column, count in pairs(item.case) if count == ranks]:
                 job = item.job(column, ranks)
                 try:
                     jobs[job.name] = (item, column, lower(job.graph, job.plan), job)

@@ -43,8 +43,8 @@ split, nothing under a batch split, its share where rows change place, the input
 result under a channel split. (The few numbers per row that norms, softmaxes and losses join inside their kernels are not
 counted.) **whole** is right too, but a divided input was gathered first: the note says why. An empty field: no such split.
 
-`tests/support/matrix*.py` hold the cases, `tests/ops/test_op_matrix.py` tries them all again. This page is made by
-`python tests/support/op_matrix_page.py`.
+`tests/support/matrix*.py` hold the cases. `tests/ops/test_op_matrix.py` tries every case in every column again, on one of its
+rank counts, with `-m slow` on all. This page is made by `python tests/support/op_matrix_page.py`.
 """
 
 

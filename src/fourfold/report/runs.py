@@ -78,12 +78,12 @@ def _table(path: Path) -> Table:
 
 
 def _read(table: Table, fields: Mapping[str, Reader]) -> dict[str, Any]:
-    """Every one of the fields, and nothing else."""
+    """Every one of the fields, and nothing else; None for those that older files do not have."""
     table.check(tuple(fields))
-    for key in fields:
+    for key in fields.keys() - OPTIONAL:
         if key not in table.data:
             table.fail(key, "is missing")
-    return {key: read(table, key) for key, read in fields.items()}
+    return {key: read(table, key) if key in table.data else None for key, read in fields.items()}
 
 
 def _text(table: Table, key: str) -> str:
@@ -164,8 +164,11 @@ BOTH: Mapping[str, Reader] = {
     "waiting": _or_null(_numbers(MOST_RANKS)),
     "nonfinite_step": _or_null(_count(MOST_STEPS)),
 }
+OPTIONAL = {"accuracy", "held_out"}
 TRAIN: Mapping[str, Reader] = {
     **BOTH,
+    "accuracy": _or_null(_amount),
+    "held_out": _or_null(_count(MOST_STEPS)),
     "batch": _count(MOST_BATCH),
     "losses": _numbers(MOST_STEPS),
     "step_seconds": _amount,
