@@ -1,4 +1,4 @@
-"""Sets of indices along one tensor dim: the common currency of shards, halos, blocks and merged dims.
+"""Sets of indices along one tensor dim: shards, halos, blocks and merged dims are all described by them.
 
 A set is a sorted tuple of disjoint half-open spans inside ``range(size)``. A local tensor holds the rows of its set in
 increasing order, so the position of an index inside the set is its local index.
@@ -34,7 +34,7 @@ class IndexSet:
 
     @staticmethod
     def consecutive(counts: Sequence[int]) -> tuple[IndexSet, ...]:
-        """Sets of so many indices, one after another."""
+        """Sets that follow one another, `counts[k]` indices in set k."""
         total, start, out = sum(counts), 0, []
         for count in counts:
             out.append(IndexSet.of(total, [(start, start + count)]))
@@ -95,15 +95,13 @@ class IndexSet:
             out.append((base + start - low, base + stop - low))
         return _merged(out)
 
-    def shifted(self, offset: int, size: int) -> IndexSet:
+    def shift(self, offset: int, size: int) -> IndexSet:
         """The same members moved by `offset` inside a dim of `size`, clipped to it."""
         return IndexSet.of(size, ((low + offset, high + offset) for low, high in self.spans))
 
     def parts(self, count: int, *, outer: int = 1, unit: int = 1) -> tuple[IndexSet, ...]:
-        """`count` balanced parts. The members are read as `outer` equal blocks of units; every block is cut alike.
-
-        The first parts get the remainder, so the first part is empty only if the set is.
-        """
+        """`count` balanced parts. The members form `outer` equal blocks; each block is cut in the same way, at multiples of
+        `unit`. The first parts get the remainder, so the first part is empty only if the set is."""
         return _parts(self, count, outer, unit)
 
     def product(self, inner: IndexSet) -> IndexSet:
@@ -111,7 +109,7 @@ class IndexSet:
         return _product(self, inner)
 
     def factors(self, sizes: tuple[int, ...]) -> tuple[IndexSet, ...] | None:
-        """The sets whose product this one is, for a dim split into `sizes`; None if it is no such product."""
+        """The sets whose product this one is, for a dim split into `sizes`; None if there are none."""
         return _factors(self, sizes)
 
 

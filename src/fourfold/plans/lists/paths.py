@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fourfold.plans.layout.exchange import Step
+from fourfold.plans.layout.exchange import ExchangeStep
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import Policy
@@ -63,7 +63,7 @@ class Paths:
         """Whether sums and gathers of so many bytes per rank go through shared memory."""
         return 0 < size <= self.policy.small_bytes and self.near(axes)
 
-    def of(self, step: Step, member: int, item: int) -> Path:
+    def of(self, step: ExchangeStep, member: int, item: int) -> Path:
         """The way of one step of an exchange in the group of a member. `item`: bytes of an element."""
         if step.pattern == "all_reduce":
             return "shared" if self.small(step.axes, step.size(member, item)) else "collective"
@@ -71,7 +71,7 @@ class Paths:
             return self.several([step], step.axes, member)
         return self.one_to_all(step.pattern, step.axes, member, step.received_elements(member))
 
-    def several(self, steps: Iterable[Step], axes: tuple[str, ...], member: int) -> Path:
+    def several(self, steps: Iterable[ExchangeStep], axes: tuple[str, ...], member: int) -> Path:
         """The way of one or several all-to-all exchanges in one message per peer."""
         if self.hosts(axes, member) < 2:
             return "collective"

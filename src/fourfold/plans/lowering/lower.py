@@ -14,7 +14,7 @@ from typing import Any
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph, Op
 from fourfold.index import IndexSet
-from fourfold.ops.nest import Nest, Window, nest_of, same
+from fourfold.ops.nest import Nest, Window, intern_nest, nest_of
 from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.ownership import Own
@@ -217,7 +217,7 @@ class _Lowering:
 
     def _offered(self, nest: Nest, explicit: Mapping[str, str]) -> dict[str, str]:
         """Of a pattern that also covers followers, the splits this op has; the rest it follows."""
-        return {a: s for a, s in explicit.items() if s == "replicate" or nest.labelled(s)}
+        return {a: s for a, s in explicit.items() if s == "replicate" or nest.loops_with_label(s)}
 
     def _scattered(self, op: Op, nest: Nest, given: list[Layout | None], splits: Mapping[str, str]) -> dict[str, str]:
         """A follower that cannot pass a partial sum takes its share along the feature dim: half the traffic."""
@@ -239,7 +239,7 @@ class _Lowering:
         if maker is None:
             return None
         source = nest_of(maker, self.graph)
-        features = {loop.name for loop in source.labelled("filter")}
+        features = {loop.name for loop in source.loops_with_label("filter")}
         dims = [d for d, terms in enumerate(source.results[0]) if features & set(terms)]
         if not dims or len(nest.operands[operand][dims[0]]) != 1:
             return None
@@ -257,7 +257,7 @@ class _Lowering:
             terms = nest.results[0][dim]
             if len(terms) == 1 and isinstance(terms[0], str) and loops[terms[0]].size % (outer * unit) == 0:
                 loops[terms[0]] = replace(loops[terms[0]], outer=outer, unit=unit)
-        return same(replace(nest, loops=tuple(loops.values())), self.graph)
+        return intern_nest(replace(nest, loops=tuple(loops.values())), self.graph)
 
     def _demand(self, name: str, need: Layout, nest: Nest) -> str:
         """The slot holding a value in the layout needed."""

@@ -134,7 +134,7 @@ class _Chooser:
             return None
         thin: list[str] = []
         for split in self.prefer(op, nest):
-            sizes = [loop.size // loop.unit // loop.outer for loop in nest.labelled(split)]
+            sizes = [loop.size // loop.unit // loop.outer for loop in nest.loops_with_label(split)]
             if sizes and (max(sizes) >= extent or split.startswith(("batch", "domain"))):
                 self.chosen[op.path] = split
                 return {**splits, self.axis: split}
@@ -189,12 +189,16 @@ def _tied(graph: Graph) -> set[str]:
 def _by_filter(graph: Graph) -> Callable[[Op, Nest], tuple[str, ...]]:
     tied = _tied(graph)
     return lambda op, nest: (
-        ("channel", "filter") if op.name in tied else ("filter", "batch") if not nest.labelled("filter") else ("filter",)
+        ("channel", "filter")
+        if op.name in tied
+        else ("filter", "batch")
+        if not nest.loops_with_label("filter")
+        else ("filter",)
     )
 
 
 def _by_channel(graph: Graph) -> Callable[[Op, Nest], tuple[str, ...]]:
-    return lambda op, nest: ("channel", "filter") if nest.labelled("channel") else ("filter",)
+    return lambda op, nest: ("channel", "filter") if nest.loops_with_label("channel") else ("filter",)
 
 
 def _data(request: Request) -> Plan:
