@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.errors import InvalidInput
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 
 
@@ -112,7 +112,7 @@ def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks
 def test_ranks_that_share_no_memory_get_the_same_numbers_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     want = reference(0.5)
     monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
-    with Ranks(2) as fresh:
+    with LocalRanks(2) as fresh:
         for got in fresh(train, "data", 2, 0.5):
             assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
             assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
@@ -128,7 +128,7 @@ def test_a_model_built_on_meta_is_initialised_alike_under_every_plan() -> None:
     want = from_meta("data", 1)
     assert want["conv.weight"].std() > 0.05
     for strategy, ranks in [("filter", 2), ("data", 2)]:
-        with Ranks(ranks) as pool:
+        with LocalRanks(ranks) as pool:
             for got in pool(from_meta, strategy, ranks):
                 for key, value in want.items():
                     torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10)
@@ -148,7 +148,7 @@ def refuse_coupled(strategy: str) -> str:
 
 
 def test_an_optimizer_that_is_not_elementwise_is_refused_on_sharded_parameters_only() -> None:
-    with Ranks(2) as pool:
+    with LocalRanks(2) as pool:
         assert "Coupled" in pool(refuse_coupled, "filter")[0]
         assert pool(refuse_coupled, "data") == ["accepted", "accepted"]
 

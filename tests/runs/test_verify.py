@@ -14,7 +14,7 @@ from fourfold.cli.main import run
 from fourfold.runs.comparison_run import RunResult
 from fourfold.runs.reference import EAGER, PROGRAM, Reference
 from fourfold.runs.verify import Check, _checks, verify
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.workload.workload import load_workload
 from ranks import pool
 
@@ -43,20 +43,20 @@ def table() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Ranks]]:
+def crews() -> Iterator[dict[int, LocalRanks]]:
     """One pool per rank count, the last one used kept open."""
-    open_now: dict[int, Ranks] = {}
+    open_now: dict[int, LocalRanks] = {}
     yield open_now
     for ranks in open_now.values():
         ranks.close()
 
 
 @pytest.mark.parametrize("name", COVERING)
-def test_a_cell_comes_out_as_the_table_says(name: str, table: dict[str, str], crews: dict[int, Ranks]) -> None:
+def test_a_cell_comes_out_as_the_table_says(name: str, table: dict[str, str], crews: dict[int, LocalRanks]) -> None:
     cell = next(c for c in verify_all.cells() if c.name == name)
     for count in [c for c in crews if c != cell.ranks]:
         crews.pop(count).close()
-    ranks = crews.setdefault(cell.ranks, Ranks(cell.ranks, timeout=120))
+    ranks = crews.setdefault(cell.ranks, LocalRanks(cell.ranks, timeout=120))
     word, split = verify_all.outcome(cell, ranks)
     assert verify_all.fault(cell, word, split, table) == ""
 

@@ -29,7 +29,7 @@ from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import DEFAULT, Policy
 from fourfold.runs.comparison_run import ComparisonRun, runner
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.kernels import Randomness
 from ranks import close_pools, pool
 from small import SMALL, Subject, batch_of, built_in, graph_of, subject
@@ -179,10 +179,10 @@ def sending_directly(elements: int | None) -> Iterator[None]:
 
 
 @cache
-def apart(count: int) -> Ranks:
+def apart(count: int) -> LocalRanks:
     """Ranks that may not share memory."""
     with patch.dict(os.environ, FOURFOLD_SOCKETS="1", FOURFOLD_TIMEOUT=os.environ.get("FOURFOLD_TIMEOUT", "60")):
-        ranks = Ranks(count, timeout=240)
+        ranks = LocalRanks(count, timeout=240)
         ranks(float, 0)  # started under these settings
     return ranks
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fourfold.cluster import OWN, Collective
+from fourfold.cluster import NON_WAITING, Collective
 from fourfold.errors import InvalidInput
 from fourfold.optimizers import OPTIMIZERS
 from fourfold.plans.layout.exchange import Exchange
@@ -76,7 +76,7 @@ FULL = Effort()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CurveRequest:
     """One curve to measure: the groups that communicate at once."""
 
     collective: Collective
@@ -86,49 +86,49 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TimedCurve:
     """A curve's points (bytes, seconds), and how long the same computing took each time, in a unit of its own."""
 
     points: tuple[tuple[float, float], ...]
     computing: tuple[float, ...]
 
 
-def measured(request: Request, sizes: Sequence[float]) -> Found:
+def time_collective(request: CurveRequest, sizes: Sequence[float]) -> TimedCurve:
     """A collective at growing sizes once, up to those for which there is room; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
-    stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
+    stretch, run = _ComputeStretch(mine is not None), _collectives(request, mine, group)
     sizes = [size for size in sizes if request.collective != "shared_gather" or size <= DEFAULT.small_bytes]
     blocks = {}
     for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))
-        if not _everywhere(once is not None):
+        if not _true_on_all_ranks(once is not None):
             break
         assert once is not None
-        spent = _once(once)
+        spent = _seconds_once(once)
         repeats = max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent)))
-        blocks[size] = _block(once, stretch, group, request, repeats)
+        blocks[size] = _time_block(once, stretch, group, request, repeats)
         if len(blocks) > 1 and spent * larger / size > SLOWEST:  # the time of the first may be latency alone
             break
     if group is not None:
         dist.destroy_process_group(group)
-    there = 0.5 if request.collective in ("send", *OWN) else 1.0
+    there = 0.5 if request.collective in ("send", *NON_WAITING) else 1.0
     long = [block for block in blocks.values() if block.repeats == REPEATS]  # short ones begin unevenly
-    return Found(
+    return TimedCurve(
         points=tuple((size, there * block.seconds) for size, block in blocks.items()),
         computing=tuple(block.computing / max(stretch.times, 1) for block in long),
     )
 
 
-def waited(request: Request) -> list[tuple[float, float]]:
+def time_waits(request: CurveRequest) -> list[tuple[float, float]]:
     """Seconds of computing, and of a small collective after it, by `STRETCHES`; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
-    once, usual = _collectives(request, mine, group)(WAITED), _Stretch(mine is not None)
+    once, usual = _collectives(request, mine, group)(WAITED), _ComputeStretch(mine is not None)
     assert once is not None  # a message
-    blocks = [_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
+    blocks = [_time_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
     if group is not None:
         dist.destroy_process_group(group)
     return [(block.busy, block.seconds) for block in blocks]
@@ -144,14 +144,14 @@ class _Block:
     repeats: int
 
 
-def _everywhere(here: bool) -> bool:
+def _true_on_all_ranks(here: bool) -> bool:
     """Whether something is so on all ranks."""
     said = torch.tensor([int(here)])
     dist.all_reduce(said, op=dist.ReduceOp.MIN)
     return bool(said)
 
 
-def _once(once: Callable[[], Any]) -> float:
+def _seconds_once(once: Callable[[], Any]) -> float:
     """Seconds of doing it once, the same on all ranks."""
     once()
     dist.barrier()
@@ -162,13 +162,13 @@ def _once(once: Callable[[], Any]) -> float:
     return float(spent)
 
 
-def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Request, repeats: int) -> _Block:
+def _time_block(once: Callable[[], Any], stretch: _ComputeStretch, group: Any, request: CurveRequest, repeats: int) -> _Block:
     """Computing and the collective, several times: the mean over all ranks that take part, without the longest few. Where ranks
     take turns on cores, long times are the rule and not a disturbance: what one group loses another has won, so all count.
     Of what waits for nobody, the rank's own work counts."""
     dist.barrier()
     spent, computing, busy = [], [], []
-    alone = request.collective in OWN
+    alone = request.collective in NON_WAITING
     crowd = 1.0 if alone else request.crowd
     for _ in range(repeats):
         begun, working = time.perf_counter(), time.thread_time()
@@ -185,16 +185,16 @@ def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Requ
     sums = float(group is not None) * torch.tensor([spent, computing, busy, [1.0] * repeats], dtype=torch.float64)
     dist.all_reduce(sums)
     shared = (sums[:-1] / sums[-1]).tolist()
-    mean = _mean if crowd == 1 else statistics.mean
+    mean = _mean_without_longest if crowd == 1 else statistics.mean
     return _Block(mean(shared[0]), statistics.mean(shared[1]), statistics.mean(shared[2]), repeats)
 
 
-def _mean(times: list[float]) -> float:
+def _mean_without_longest(times: list[float]) -> float:
     """Without the longest few."""
     return statistics.mean(sorted(times)[: len(times) - len(times) // OUTLIERS])
 
 
-class _Stretch:
+class _ComputeStretch:
     """A moment of computing on those ranks that communicate, equally much on each; all ranks must make one."""
 
     def __init__(self, busy: bool) -> None:
@@ -207,7 +207,7 @@ class _Stretch:
         dist.broadcast(times, 0)
         self.times = max(1, round(times.item())) if busy else 0
 
-    def longer(self, times: int) -> _Stretch:
+    def longer(self, times: int) -> _ComputeStretch:
         """So many times as much of both."""
         out = copy(self)
         out.times = times * self.times
@@ -224,7 +224,7 @@ class _Stretch:
             torch.mm(self.matrix, self.matrix)
 
 
-def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any] | None]:
+def _collectives(request: CurveRequest, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any] | None]:
     """For a size in bytes, a function that does the collective once, or None where shared memory has no room for it; ranks
     outside all groups do nothing. All ranks must call."""
     device = torch.device("cpu")
@@ -236,7 +236,7 @@ def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> 
     world = World(mesh, rank=mine.index(dist.get_rank()), device=device, ranks=mine, paths=paths)
     world._groups["inline", DATA] = group
     if kind.startswith("shared"):
-        return _shared(kind, group, world) if paths.near(DATA) else lambda size: None
+        return _shared(kind, group, world) if paths.share_memory(DATA) else lambda size: None
 
     def run(size: int) -> Callable[[], Any]:
         n = max(size // 4, 1)
@@ -250,7 +250,7 @@ def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> 
             return lambda: gloo_p2p.reduce_scatter(one, all_of, group, direct=direct)
         if kind == "all_to_all":
             return _all_to_all(world, max(n // (count - 1), 1), group)
-        return lambda: _ping(one, mine)  # there and back: `measured` halves it
+        return lambda: _ping(one, mine)  # there and back: `time_collective` halves it
 
     return run
 
@@ -280,7 +280,7 @@ def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[],
     if kind == "shared_gather":
         rows = _if_room(lambda: SharedRows.open(group, 60.0, DEFAULT.small_bytes))
         return lambda size: None if rows is None else lambda: rows.gather(torch.zeros(max(size // 4, 1)))
-    if kind in OWN:
+    if kind in NON_WAITING:
         return lambda size: _divided(kind, world, -(-size // 4))
 
     def run(size: int) -> Callable[[], Any] | None:
@@ -301,7 +301,7 @@ def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[],
 
 def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
     """Two weights stored divided, as ZeRO-3 has them: copied together, or their gradients dealt out, one after the other as
-    those of a layer are. `measured` halves it."""
+    those of a layer are. `time_collective` halves it."""
     whole = Layout.same((numel,))
     exchange = Exchange(world.mesh, whole.fully_sharded(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
     shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
@@ -338,7 +338,7 @@ def _if_room(make: Callable[[], T]) -> T | None:
         return None
 
 
-def rates() -> dict[str, float]:
+def measure_rates() -> dict[str, float]:
     """What one busy rank reaches: multiply-adds, copies, updates."""
     a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
     dist.barrier()
@@ -363,4 +363,4 @@ def _seconds(once: Callable[[], Any]) -> float:
         start = time.perf_counter()
         once()
         times.append(time.perf_counter() - start)
-    return _mean(times)
+    return _mean_without_longest(times)

@@ -29,7 +29,7 @@ Collective = Literal[
 """The last four go through memory that the ranks of one node share: small gathers, sums of gradients and, where weights are
 stored divided, a weight copied together and a gradient dealt out, which wait for nobody: their times are a rank's own work."""
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-OWN: tuple[Collective, ...] = ("shared_fetch", "shared_give")
+NON_WAITING: tuple[Collective, ...] = ("shared_fetch", "shared_give")
 """Those that are a rank's own work."""
 
 

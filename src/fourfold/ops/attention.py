@@ -79,8 +79,8 @@ def attention(op: Op, graph: Graph) -> Nest | None:
 def _saved_extra(
     head: Dim, shapes: tuple[tuple[int, ...], ...], masks: tuple[tuple[Dim, ...], ...], call: Call
 ) -> tuple[SavedExtra, ...]:
-    """The fused kernel saves the log-sum-exps, and a boolean mask as numbers. With dropout, torch computes attention op by op and
-    saves the weights, the mask and their product. Where values are of another width than queries, the fused kernel does not
+    """The fused kernel saves the log-sum-exps, and a boolean mask as numbers. With dropout, torch computes attention op by op
+    and saves the weights, the mask and their product. Where values are of another width than queries, the fused kernel does not
     apply either, and torch saves the weights and copies of query and key."""
     q, k, v = shapes
     weights: tuple[Dim, ...] = (("n",), head, ("t",), (k[2],))

@@ -1,5 +1,5 @@
-"""Interpolation (nearest, linear, bilinear, trilinear, bicubic, antialiased or not) as weights of input rows for each output row
-of a dim."""
+"""Interpolation (nearest, linear, bilinear, trilinear, bicubic, antialiased or not) as weights of input rows for each output
+row of a dim."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def interpolate(op: Op, graph: Graph) -> Nest | None:
 
 
 def _backward_reads_other_rows(name: str, size: int, out: int, scale: float | None) -> bool:
-    """Whether torch's backward reads other rows than its forward, as it does for nearest by a fraction that leaves or doubles the
-    size. The gradient is then not the forward's adjoint, so such a dim stays whole and torch's own kernel runs."""
+    """Whether torch's backward reads other rows than its forward, as it does for nearest by a fraction that leaves or doubles
+    the size. The gradient is then not the forward's adjoint, so such a dim stays whole and torch's own kernel runs."""
     if name.split("nearest")[-1] not in ("1d", "2d", "3d") or scale is None or out not in (size, 2 * size):
         return False
     return any(_taps(name, o, size, out, False, scale)[0] != (o * size // out,) for o in range(out))

@@ -26,7 +26,7 @@ from fourfold.runtime.execution.gather_full import whole_gradients, whole_output
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.execution.runner import Runner
-from fourfold.runtime.host.scratch import writing
+from fourfold.runtime.host.scratch import explain_write_errors
 from fourfold.runtime.kernels import Randomness
 from fourfold.workload.workload import stored_tensors
 
@@ -61,7 +61,7 @@ def save_data(example: Example, path: Path, examples: list[Tensor] | None = None
     """Write the initial state, the whole inputs and, where there is one, a set of examples for the ranks to read; the state is
     also the answer."""
     state = {key: tensor.detach().clone() for key, tensor in stored_tensors(example).items()}
-    with writing("the model's state and data"):
+    with explain_write_errors("the model's state and data"):
         torch.save({"state": state, "inputs": [t.detach() for t in example.tensors], "examples": examples}, path)
     return state
 
@@ -86,7 +86,7 @@ def execute_run(task: ComparisonRun) -> dict[str, Any]:
     data = torch.load(task.data, mmap=True, weights_only=True)
     trial = run_steps(task, data["state"], data["inputs"])
     if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
-        with writing("what the ranks computed"):
+        with explain_write_errors("what the ranks computed"):
             save_result(trial, task.result)
     return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
 

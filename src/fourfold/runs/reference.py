@@ -1,7 +1,7 @@
 """What one device computes: the runs that `verify` compares with.
 
 The reference is the eager module itself, in the modes the user left it in. Where the graph draws random numbers or casts to
-float32 by name, the eager module runs under `eager_replay`, which draws the plan's masks and replaces float32 by float64.
+float32 by name, the eager module runs under `PlanRandomNumbers`, which draws the plan's masks and replaces float32 by float64.
 Where that cannot be done, the reference is the program on one rank, and the verdict says so.
 
 Micro-batches change nothing but batch norm's statistics, buffers that forward updates and the masks drawn. A model with such
@@ -28,7 +28,7 @@ from fourfold.graph.capture import WithLoss, mean_square
 from fourfold.graph.module_attributes import preserve_attributes
 from fourfold.plans import Mesh, Plan
 from fourfold.runs.comparison_run import ComparisonRun, RunResult, run_steps
-from fourfold.runs.eager_replay import NotReplayable, Replay, casts, draws
+from fourfold.runs.plan_random_numbers import PlanRandomNumbers, RandomOpsDiffer, casts, draws
 from fourfold.runs.rounding import OtherRounding
 from fourfold.runtime.comm.exchange import is_inexact
 from fourfold.runtime.execution.optimizers import optimizer_named
@@ -62,7 +62,7 @@ class Reference:
             return EAGER
         try:
             self._eager("fp64", self.start, self.workload.example.tensors, steps=1)
-        except NotReplayable:
+        except RandomOpsDiffer:
             return PROGRAM
         return EAGER
 
@@ -151,7 +151,7 @@ def eager_trial(
 ) -> RunResult:
     """The steps of `run_steps`, by the module itself in this process."""
     example, dtypes = workload.example, PRECISIONS[precision]
-    whole, replay = WithLoss(example.module, example.loss), replay_for(workload, precision, microbatches)
+    whole, random_numbers = WithLoss(example.module, example.loss), random_numbers_for(workload, precision, microbatches)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))
@@ -162,24 +162,24 @@ def eager_trial(
             tensor.data = cast(state[key]).clone()
             tensor.grad = None
         batches = [[cast(t) for t in (later[step - 1] if step and later else tensors)] for step in range(steps)]
-        forward = partial(_forward, whole, workload, microbatches, replay)
+        forward = partial(_forward, whole, workload, microbatches, random_numbers)
         with preserve_attributes(whole):
-            return _steps(whole, forward, batches, workload.graph, optimizer, replay)
+            return _steps(whole, forward, batches, workload.graph, optimizer, random_numbers)
     finally:
         for tensor, data, grad in before.values():
             tensor.data, tensor.grad = data, grad
 
 
-def replay_for(workload: Workload, precision: str, microbatches: int = 1) -> Replay | None:
+def random_numbers_for(workload: Workload, precision: str, microbatches: int = 1) -> PlanRandomNumbers | None:
     """What eager runs under, where it would otherwise draw or round otherwise than the program."""
     graph, dtypes = workload.graph, PRECISIONS[precision]
     if any(map(draws, graph.ops)) or (dtypes and (graph.constants or any(map(casts, graph.ops)))):
-        return Replay(graph, workload.batch, microbatches, dtypes)
+        return PlanRandomNumbers(graph, workload.batch, microbatches, dtypes)
     return None
 
 
 def _forward(
-    whole: WithLoss, workload: Workload, microbatches: int, replay: Replay | None, tensors: list[Tensor]
+    whole: WithLoss, workload: Workload, microbatches: int, random_numbers: PlanRandomNumbers | None, tensors: list[Tensor]
 ) -> tuple[Tensor, Any]:
     """Loss and outputs, the model run on one micro-batch after the other and the loss taken once."""
     fresh, names = [t.clone() for t in tensors], workload.example.inputs  # forward may write into its inputs
@@ -194,17 +194,17 @@ def _forward(
     rows = [t.split(sizes, d) if d is not None else [t] * microbatches for t, d in zip(flat, dims, strict=True)]
     parts = []
     for m in range(microbatches):
-        if replay is not None and m:
-            replay.forward_done()
-            replay.microbatch(m)
+        if random_numbers is not None and m:
+            random_numbers.forward_done()
+            random_numbers.microbatch(m)
         given = pytree.tree_unflatten([row[m] for row in rows], spec)
         parts.append(whole.model(**given) if isinstance(given, Mapping) else whole.model(*given))
     along = {key: workload.graph.batch_dim(name) for key, name in _output_names(workload.graph, parts[0]).items()}
-    outputs = pytree.tree_map(lambda *leaves: _joined(leaves, along.get(id(leaves[0])), replay), *parts)
+    outputs = pytree.tree_map(lambda *leaves: _joined(leaves, along.get(id(leaves[0])), random_numbers), *parts)
     return (whole.loss(outputs, *targets) if whole.loss else mean_square(outputs)), outputs
 
 
-def _joined(leaves: tuple[Any, ...], dim: int | None, replay: Replay | None) -> Any:
+def _joined(leaves: tuple[Any, ...], dim: int | None, random_numbers: PlanRandomNumbers | None) -> Any:
     """An output put together from micro-batches along its dim of samples."""
     first = leaves[0]
     if not isinstance(first, Tensor):
@@ -212,7 +212,7 @@ def _joined(leaves: tuple[Any, ...], dim: int | None, replay: Replay | None) -> 
     if dim is not None:
         return torch.cat(leaves, dim)
     what = f"an output of shape {tuple(first.shape)} has no dim of samples along which to put micro-batches together"
-    raise Infeasible(f"{what}; verify with 1 micro-batch") if replay is None else NotReplayable(what)
+    raise Infeasible(f"{what}; verify with 1 micro-batch") if random_numbers is None else RandomOpsDiffer(what)
 
 
 def _steps(
@@ -221,7 +221,7 @@ def _steps(
     data: list[list[Tensor]],
     graph: Graph,
     optimizer: str,
-    replay: Replay | None,
+    random_numbers: PlanRandomNumbers | None,
 ) -> RunResult:
     parameters = [p for p in whole.parameters() if p.requires_grad]
     update = optimizer_named(optimizer)(list(parameters)) if parameters else None
@@ -229,10 +229,10 @@ def _steps(
     for step, tensors in enumerate(data):
         for parameter in parameters:
             parameter.grad = None
-        with replay.step(step) if replay is not None else nullcontext():
+        with random_numbers.step(step) if random_numbers is not None else nullcontext():
             loss, outputs = forward(tensors)
-            if replay is not None:
-                replay.forward_done()
+            if random_numbers is not None:
+                random_numbers.forward_done()
             if loss.requires_grad:
                 loss.backward()
         trial.losses.append(float(loss.detach()))

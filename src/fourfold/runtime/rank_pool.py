@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.plans import Plan
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.host.peers import lost_rank
 
 MEETING_SECONDS = 0.02  # between two looks at who has come up
@@ -101,7 +101,7 @@ def is_leader() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def rank_pool(count: int | None, *, timeout: float = 3600.0) -> Ranks | TorchrunRanks:
+def rank_pool(count: int | None, *, timeout: float = 3600.0) -> LocalRanks | TorchrunRanks:
     """The ranks to run on: those of torchrun if it started us, else `count` local ones.
 
     The timeout is for a rank lost in computing; one that waits for another in vain fails by that collective's own.
@@ -115,12 +115,12 @@ def rank_pool(count: int | None, *, timeout: float = 3600.0) -> Ranks | Torchrun
         raise InvalidInput("how many ranks? give --ranks N, or start under torchrun")
     if count < 1:
         raise InvalidInput(f"--ranks {count}; use at least 1")
-    return Ranks(count, timeout=timeout)
+    return LocalRanks(count, timeout=timeout)
 
 
-def share(ranks: Ranks | TorchrunRanks, compute: Callable[[], T]) -> T:
+def share(ranks: LocalRanks | TorchrunRanks, compute: Callable[[], T]) -> T:
     """A value the leader computes and everyone gets; with local ranks, simply the value."""
-    if isinstance(ranks, Ranks):
+    if isinstance(ranks, LocalRanks):
         return compute()
     with _failures():
         return from_first_rank(compute)

@@ -59,8 +59,10 @@ class StageComm:
             if step.pattern in ("local", "none"):
                 out.append(self.copy(category, value, 2 * size))
             else:
-                near = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
-                out.append(self.collective(category, value, "shared_gather" if near else step.pattern, step.axes, size))
+                through_memory = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
+                out.append(
+                    self.collective(category, value, "shared_gather" if through_memory else step.pattern, step.axes, size)
+                )
                 packed = max(_packed_bytes(step, member, item) for member in self.members)
                 out += [self.copy(category, value, 2 * packed)] if packed else []
         return out

@@ -76,7 +76,7 @@ class MeshOnRanks:
 
     @cached_property
     def sharers(self) -> int:
-        return self.prices.cluster.sharers(self.ranks[0])
+        return self.prices.cluster.ranks_per_device(self.ranks[0])
 
     @cached_property
     def crowd(self) -> float:

@@ -1,8 +1,8 @@
 """What a rank's share of an op keeps from its forward to its backward, in bytes.
 
-For most ops the rule says it (`Nest.saved`, `saved_if`, `saved_extra`). Where a kernel of the runtime stands in for the op, because a loop
-is divided that its collectives must join or whose border must be padded, this knows what that kernel keeps; the names
-are those of `runtime.kernels`.
+For most ops the rule says it (`Nest.saved`, `saved_if`, `saved_extra`). Where a kernel of the runtime stands in for the op,
+because a loop is divided that its collectives must join or whose border must be padded, this knows what that kernel keeps;
+the names are those of `runtime.kernels`.
 
 Left out: single numbers, and tensors that a kernel makes once when it is bound.
 """

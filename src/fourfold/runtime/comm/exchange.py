@@ -1,5 +1,5 @@
-"""Exchanges on real tensors: each `plans.layout.exchange.ExchangeStep` bound to this rank, and the autograd function that runs it with
-its adjoint.
+"""Exchanges on real tensors: each `plans.layout.exchange.ExchangeStep` bound to this rank, and the autograd function
+that runs it with its adjoint.
 
 What to send, from where and to where is computed once, when a program is bound. A training step then only copies and calls
 one collective.

@@ -43,7 +43,7 @@ def temporary_paths(count: int, folder: str | Path | None = None) -> Iterator[li
 
 
 @contextlib.contextmanager
-def writing(what: str) -> Iterator[None]:
+def explain_write_errors(what: str) -> Iterator[None]:
     """Around torch.save to a temporary file: a full disk in one line. Torch's own writer gives no reason."""
     try:
         yield
