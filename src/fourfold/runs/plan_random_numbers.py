@@ -1,10 +1,10 @@
 """Eager PyTorch with the random numbers of a plan, so that one can be compared with the other.
 
 A split run draws masks from seed, step, op and index; torch draws them from its generator. Within `PlanRandomNumbers`
-the module runs as the user wrote it, but each op that draws random numbers gets those that the captured op of the
-same place draws on one rank. The ops are met where torch.export meets them, before autograd takes them apart (PreDispatch),
-so that both lists have the same ops. Where they do not (an op whose result nobody uses is not captured, checkpointing draws again in backward),
-`RandomOpsDiffer` is raised.
+the module runs as the user wrote it, but each op that draws random numbers gets those that the captured op of the same
+place draws on one rank. The ops are met where torch.export meets them, before autograd takes them apart (PreDispatch), so
+that both lists have the same ops. Where they do not (an op whose result nobody uses is not captured, checkpointing draws
+again in backward), `RandomOpsDiffer` is raised.
 
 In float64 it also does what the program does: a cast to float32 by name becomes one to float64, and what is float32 is
 widened.
