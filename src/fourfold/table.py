@@ -1,4 +1,4 @@
-"""A table of a file, read key by key: what is there must be of its kind and within its bounds, and nothing else may be there.
+"""A table of a file, read key by key. Each value must have its type and lie within its bounds; unknown keys are refused.
 
 This is the one reader of plans, run records and clusters. Errors name the file, the place, the key and the reason. It knows
 neither JSON nor TOML: both become dicts and lists before.
@@ -35,7 +35,7 @@ class Table:
         raise InvalidInput(f"{self.file}: {place}: {reason}")
 
     def check(self, known: Collection[str]) -> None:
-        """Refuse keys that mean nothing here."""
+        """Refuse unknown keys."""
         for key in self.data:
             if key not in known:
                 self.fail(key, self._unknown(key, known))

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fourfold.calibrate.collectives import FULL, CurveRequest, Effort, TimedCurve, measure_rates, time_collective, time_waits
+from fourfold.calibrate.collective_calls import CurveRequest
+from fourfold.calibrate.collectives import FULL, Effort, TimedCurve, measure_rates, time_collective, time_waits
 from fourfold.calibrate.kernels import KernelTimings, Sample
 from fourfold.calibrate.machine_speed import load_pace, measure_speed, save_pace, speed_exponent
 from fourfold.calibrate.robust_stats import interquartile_mean, interquartile_range, strays

@@ -122,7 +122,7 @@ class SingleRankWorld(World):
 
 
 class KernelTimings:
-    """Kernels and what was found of them until now, round by round."""
+    """Kernels and their times so far, round by round."""
 
     def __init__(self, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype]) -> None:
         self.wanted, self.dtypes = list(wanted), dtypes
@@ -130,7 +130,7 @@ class KernelTimings:
         self._samples: list[TimedOnce] = []
 
     def time_round(self, ranks: RankPool, some: Sequence[Sample], *, alone: bool) -> None:
-        """Time some of them once more: in a crowd, and alone too."""
+        """Time some of the kernels once more on all ranks at once and, with `alone`, on one rank too."""
         self._samples += ranks(time_once, some, self.dtypes, alone)[0]
 
     def uncertain(self, pace: float) -> list[Sample]:
@@ -218,7 +218,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class TimedOnce:
-    """A kernel's key, a look at the pace, times alone (in the first rounds) and in a crowd."""
+    """One round of a kernel: its key, the machine's pace, times on one rank alone (in the first rounds) and on all ranks."""
 
     key: str
     pace_now: float
@@ -228,7 +228,7 @@ class TimedOnce:
 
 @dataclass(frozen=True, slots=True)
 class _NormalisedTimes:
-    """What was found of a kernel in turn, at one pace."""
+    """The times of a kernel by round, normalised to one pace."""
 
     single: list[_Times]
     crowded: list[_Times]
@@ -325,8 +325,8 @@ class _KernelRun:
 
 
 def _random_operand(spec: TensorSpec, gradient: bool) -> Tensor:
-    """Numbers of a shape: for floats positive ones of which many are equal, as behind a rectifier (it matters to maxima); zeros
-    for indices."""
+    """A tensor of random values: floats are positive and many are equal, as after a ReLU (it matters to maxima); indices are
+    zero."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         some = torch.randn(min(spec.numel, DRAWN), dtype=dtype).clamp_(min=0).add_(0.1)

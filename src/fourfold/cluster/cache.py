@@ -47,8 +47,8 @@ def pace_file(name: str) -> Path:
 
 
 def read_cached(path: Path, version: int) -> dict[str, Any] | None:
-    """What a cache file holds; None if there is none, or if its version or its content hash is off. A cache that cannot be used
-    is no mistake of the user's: what it held is measured or captured again."""
+    """The content of a cache file; None if it is missing or its version or content hash is wrong. That is no error: the content
+    is measured or captured again."""
     try:
         data = parse_json(read_text(path, most=MOST_CACHED), brackets=MOST_CACHED_BRACKETS)
     except (OSError, InvalidInput, ValueError):
@@ -66,7 +66,7 @@ def write_cached(path: Path, version: int, content: Mapping[str, Any]) -> None:
 
 
 def write_with_folders(path: Path, text: str) -> None:
-    """Write a file of the cache and create its folders."""
+    """Write a file and create its folders."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

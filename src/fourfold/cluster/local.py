@@ -34,7 +34,7 @@ def local(ranks: int | None = None) -> Cluster:
 
 
 def may_run_locally(ranks: int) -> bool:
-    """Whether so many ranks may well be meant for this machine."""
+    """Whether a plan of `ranks` ranks may be meant for this machine."""
     return ranks <= RANKS_A_CORE * usable_cores()
 
 

@@ -1,8 +1,8 @@
-"""Where to cut a graph into stages of equal work, by FLOPs, until the planner knows better.
+"""Where to cut a graph into stages of equal work, counted in FLOPs. The planner's own search replaces this where it runs.
 
-Cuts are sought where little is alive: boundaries over which no more bytes cross than over their neighbours, and not between
-a product and what is done to its result at once (a norm, an activation). Among those, the slowest stage is made as fast
-as can be, a byte that crosses being charged as so many FLOPs.
+A cut lies where few bytes cross: at a boundary over which no more bytes cross than over its neighbours, and not between a
+product and the norm or activation that follows it. Among those boundaries, the cuts minimise the load of the slowest stage;
+each byte that crosses counts as a number of FLOPs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def balanced_firsts(
 ) -> list[str]:
     """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`.
 
-    `charge`: FLOPs for a byte that crosses; 0 where none does, as between segments that are computed again. `pieces` is what
-    a refusal calls them.
+    `charge`: FLOPs that a crossing byte counts for; 0 where none crosses, as between recomputed segments. `pieces`: the word
+    for stages in error messages.
     """
     concrete = graph.at(batch)
     fixed = graph.dependent
@@ -54,7 +54,7 @@ def balanced_firsts(
 
 
 def stage_openings(graph: Graph, batch: int, stages: int) -> list[str]:
-    """The ops at which so many stages may begin, the first op left out."""
+    """The ops at which `stages` stages may begin, without the first op."""
     concrete = graph.at(batch)
     ops = [op for op in concrete.ops if op.name in graph.dependent]
     work = np.array([float(nest_of(op, concrete).flops) for op in ops])
@@ -77,12 +77,12 @@ def alive_bytes(graph: Graph, names: list[str]) -> np.ndarray:
 
 
 def may_begin_stage(graph: Graph, ops: Sequence[Op]) -> list[bool]:
-    """Which ops a stage may well begin with."""
+    """For each op, whether a stage should begin with it."""
     return [not _belongs_to_previous(graph, op) for op in ops]
 
 
 def _belongs_to_previous(graph: Graph, op: Op) -> bool:
-    """Whether an op works on the fresh result of a product, or is an activation of whatever comes before."""
+    """Whether an op is an activation, or reads the result of a product and is none itself."""
     if op.pointwise and len(op.operands) == 1:
         return True
     maker = graph.producer.get(op.operands[0]) if op.operands else None
@@ -90,7 +90,7 @@ def _belongs_to_previous(graph: Graph, op: Op) -> bool:
 
 
 def boundary_candidates(work: np.ndarray, alive: np.ndarray, may_begin: list[bool], stages: int, pieces: str) -> list[int]:
-    """Boundaries to choose from: valleys of what is alive or, if those are too few, all with work on both sides."""
+    """Boundaries where cuts may lie: local minima of the bytes alive or, if those are too few, all with work on both sides."""
     inner = range(1, len(work))
     valleys = [k for k in inner if alive[k] <= alive[k - 1] and (k + 1 == len(work) or alive[k] <= alive[k + 1])]
     valleys = [k for k in valleys if may_begin[k]]

@@ -1,6 +1,6 @@
 """Any strategy as the inside of pipeline stages, with micro-batches, recomputation and ZeRO.
 
-The ranks are dealt out to the stages as evenly as can be; each stage splits its ops by the base strategy on its own mesh.
+The stages get equal numbers of ranks, give or take one; each splits its ops by the base strategy on its own mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MICROBATCHES_PER_STAGE = 4  # micro-batches per stage, if nothing is said: a bub
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What can be asked of any strategy. None: as the strategy likes."""
+    """Options that every strategy takes. None: the strategy's own default."""
 
     stages: int | None = None
     microbatches: int | None = None
@@ -72,7 +72,7 @@ def composed_plan(base: BasePlan, graph: Graph, *, ranks: int, batch: int, stage
 
 
 def _places(stages: int, ranks: int, schedule: str) -> int:
-    """How many sets of ranks the stages take turns on."""
+    """The number of distinct sets of ranks that the stages run on."""
     places = stages // STAGES_PER_RANK if schedule == "interleaved" and stages > 1 else stages
     if schedule == "interleaved" and stages > 1 and stages % STAGES_PER_RANK:
         text = f"interleaved gives each rank {STAGES_PER_RANK} stages, {stages} do not come out even"
@@ -127,7 +127,7 @@ def _rules(graph: Graph, stages: tuple[Stage, ...], counts: list[int], inner: di
 
 
 def _passes(graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> tuple[Any, ...]:
-    """Passes that lie within one stage; the others are given up."""
+    """The passes that lie within one stage; the others are dropped."""
     homes = _stage_by_op(graph, stages)
     return tuple(p for p in plan.passes if homes[p.first] == homes[p.last])
 

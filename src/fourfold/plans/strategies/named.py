@@ -28,7 +28,7 @@ LIGHT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRequest:
-    """What a recipe is given."""
+    """The arguments of a recipe."""
 
     graph: Graph
     ranks: int
@@ -108,7 +108,7 @@ def _divisor_near_root(ranks: int) -> int:
 
 
 class _Chooser:
-    """Splits anchors along one axis by the first of several preferences they offer, and remembers what it chose."""
+    """Splits each anchor along one axis by the first preferred split that it has, and records the choices."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Chooser:
         return {**splits, self.axis: "replicate"}
 
     def _remember(self, op: Op, nest: Nest, loop: str | None) -> None:
-        """Heads kept split are written down: they may have followed a consumer, which the plan alone does not tell."""
+        """Record a split of heads that is kept: it may follow from a consumer, and the plan alone would not reproduce it."""
         if _keep_shared(nest, loop):
             labels = next(known.labels for known in nest.loops if known.name == loop)
             if labels:
@@ -173,7 +173,7 @@ def _plan_by_anchors(
     inputs: Mapping[str, str],
     keep: Callable[[Nest, str | None], bool] = _keep_shared,
 ) -> Plan:
-    """Walk the graph once, let each anchor choose, and write the choices down as rules."""
+    """Lower the graph once, choose a split for each anchor, and turn the choices into rules of a plan."""
     chooser = _Chooser(request, mesh, axis, prefer, keep=keep)
     lower(request.graph, _plan(request, mesh, inputs=inputs), chooser)
     splits = tuple((path, {axis: split}) for path, split in chooser.chosen.items())

@@ -105,7 +105,7 @@ class LocalRanks:
         return [results[rank] for rank in range(self.count)]
 
     def _send(self, messages: list[bytes]) -> None:
-        """Hand each rank its message by a thread: one that is stopped takes nothing, and would hold us up."""
+        """Send each rank its message from a thread: a stopped rank reads nothing, and sending to it would block."""
         self._sender = threading.Thread(target=_send_all, args=(list(self._pipes), messages), daemon=True)
         self._sender.start()
 
@@ -126,8 +126,8 @@ class LocalRanks:
                 raise self._lost_rank_error() or (value if kind == "refused" else WorkerFailed(f"rank {rank} failed:\n{value}"))
 
     def _wait_for_answers(self, waiting: dict[Any, int]) -> list[Any]:
-        """The pipes of ranks that have answered or ended. Looks are counted, not seconds: where all of us are stopped and go
-        on together (Ctrl-Z), nobody is missing."""
+        """The pipes of ranks that have answered or ended. A rank counts as stopped after a number of polls, not of seconds:
+        after Ctrl-Z, which stops all processes, none is reported."""
         begun, stopped, limit = time.monotonic(), Counter[int](), collective_seconds()
         while not (ready := mpc.wait(list(waiting), timeout=LOOK_SECONDS)):
             for rank in waiting.values():
@@ -140,7 +140,7 @@ class LocalRanks:
         return ready
 
     def _lost_rank_error(self) -> WorkerFailed | None:
-        """The rank that has died, or else is stopped: whoever complains may only have waited for it."""
+        """The error of the rank that has died, or else is stopped: the rank that raised may only have waited for it."""
         for rank, worker in enumerate(self._workers):
             if not worker.is_alive():
                 return self._death_error(rank)
@@ -155,7 +155,7 @@ class LocalRanks:
         return WorkerFailed(f"rank {rank} died ({_exit_text(self._workers[rank].exitcode)}); the others were stopped")
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the workers; those that wait for work end by themselves, unless it must be at once."""
+        """End the workers. Idle ones exit when their pipe closes; `at_once` kills them."""
         for worker in self._workers if at_once else ():
             worker.kill()
         if self._sender is not None:
@@ -212,7 +212,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _serve(rank: int, count: int, store: str, pipe: Any, parent: int, by_signal: bool) -> None:
-    """A worker's life: join the group, then run what comes until the parent is gone."""
+    """The main function of a worker: join the group, then run the functions that arrive until the pipe closes."""
     exit_with_parent(parent, by_signal=by_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

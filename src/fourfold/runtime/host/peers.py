@@ -1,7 +1,7 @@
 """The other ranks that torchrun started on this host: which of them has died or is stopped, and which one says so.
 
-torchrun starts all ranks of a host as its children and ends the others when one has failed. What is wrong is then said
-once: by the rank that is first to leave a mark in the folder torchrun has made for their error files.
+torchrun starts all ranks of a host as its children and ends the others when one has failed. Only one rank reports the
+failure: the first to create a marker file in torchrun's folder of error files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def started_by_torchrun() -> bool:
 
 
 def exit_with_torchrun() -> None:
-    """End this process when torchrun has ended; refuse where it was gone before that could be asked for."""
+    """Exit when torchrun ends; raise if it has ended already."""
     exit_with_parent(os.getppid(), by_signal=True)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -34,7 +34,7 @@ def exit_with_torchrun() -> None:
 
 
 def lost_rank(wait: float = DEATH_SECONDS) -> WorkerFailed | None:
-    """The rank of this host that has died or else is stopped, waiting so many seconds for one to show."""
+    """The error of a rank of this host that has died or is stopped; polls for `wait` seconds."""
     if not started_by_torchrun() or not _torchrun_is_parent():
         return None
     until = time.monotonic() + wait
@@ -69,7 +69,7 @@ def _find_lost_rank() -> WorkerFailed | None:
 
 
 def claim_failure_report() -> bool:
-    """Whether no other rank of this host has said what is wrong; from now on, this one has."""
+    """Whether this rank shall report the failure: true for the first rank of the host that calls."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not started_by_torchrun() or not file:
         return True

@@ -1,7 +1,6 @@
-"""What one process knows of others: whether they are alive or stopped, and how it ends when its parent does.
+"""The state of other processes (alive, stopped), and how a process exits with its parent.
 
-States are read from /proc; where there is none (macOS), nothing is said to be stopped, and a lost parent is noticed by a
-thread alone.
+States are read from /proc. Without it (macOS) no process counts as stopped, and only a thread notices that the parent ended.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def exit_with_parent(parent: int, *, by_signal: bool) -> None:
-    """End this process when its parent has ended, whatever it computes.
+    """Exit when the parent process ends, whatever this one computes.
 
     `by_signal`: let the kernel kill it. The kernel does so when the *thread* that started this process ends, so only the
     children of a main thread may ask for it. The thread's first look finds a parent that was gone before.

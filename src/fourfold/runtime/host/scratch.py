@@ -1,4 +1,4 @@
-"""Temporary files without a name: whoever is killed whenever, nothing of them is left.
+"""Temporary files without a name: the system removes them even if a process is killed.
 
 The file stays open here, and other processes of this user open it by this process's entry in /proc. Where there is no
 /proc (macOS) it has a name, and is removed when it is closed.
