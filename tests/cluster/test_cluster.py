@@ -144,7 +144,7 @@ def curve(**change: object) -> Curve:
 def test_curves_are_found_by_collective_and_level_in_order_of_their_groups() -> None:
     curves = (curve(ranks=8), curve(), curve(groups=2), curve(level="rack"), curve(collective="send", ranks=2))
     measured = cluster(nodes(2, 4), measured=Measured(curves=curves)).measured
-    assert [(c.ranks, c.groups) for c in measured.of("all_reduce", "node")] == [(4, 1), (4, 2), (8, 1)]
+    assert [(c.ranks, c.groups) for c in measured.curves_of("all_reduce", "node")] == [(4, 1), (4, 2), (8, 1)]
 
 
 @pytest.mark.parametrize(

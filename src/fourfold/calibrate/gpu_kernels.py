@@ -74,7 +74,7 @@ class DeviceKernel:
         self.run = build(sample.step, Local(SingleRankWorld(sample.mesh, sample.member, device, None), Randomness(), {}))
         self.kernel, self.device, self.autocast = sample.kernel, device, autocast
 
-    def timed(self) -> DeviceTime:
+    def device_time(self) -> DeviceTime:
         self._once()  # algorithms are chosen
         extra = self._once()
         held = 3 * sum(spec.bytes for spec in (*self.kernel.operands, *self.kernel.results))  # with gradients and what is kept

@@ -116,7 +116,7 @@ class Measured:
             if times > 1:
                 raise InvalidInput(f"{name} is given twice; keep one")
 
-    def of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
+    def curves_of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
         """The curves of one collective at one level, by group size and number of groups."""
         found = (c for c in self.curves if c.collective == collective and c.level == level)
         return tuple(sorted(found, key=lambda c: (c.ranks, c.groups)))
