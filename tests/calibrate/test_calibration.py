@@ -222,7 +222,7 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
     known = load_kernels(here(cluster_named("local", devices=2)).measured.kernels)
     assert not samples(lowered("filter"), {}, known), "all are in the table"
     assert all(time.busy >= 1.0 and time.forward > 0 for time in known.values())
-    monkeypatch.setattr(measured_prices, "timed", None)  # must not be needed again
+    monkeypatch.setattr(measured_prices, "time_kernels", None)  # must not be needed again
     assert told().estimate.step_seconds == found.estimate.step_seconds
 
 

@@ -79,15 +79,15 @@ def test_ranks_started_by_a_thread_outlive_it() -> None:
 
 COMPUTING = """
 import os, sys, threading
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 def forever():
     print(os.getpid(), flush=True)
     import torch
     while True:
         torch.ones(2000, 2000) @ torch.ones(2000, 2000)
 if __name__ == "__main__":
-    thread = threading.Thread(target=Ranks(1), args=(forever,))
-    Ranks(1)(forever) if sys.argv[1] == "main" else thread.start()
+    thread = threading.Thread(target=LocalRanks(1), args=(forever,))
+    LocalRanks(1)(forever) if sys.argv[1] == "main" else thread.start()
     thread.join()
 """
 
