@@ -42,7 +42,7 @@ from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import Estimate, estimate
 from fourfold.plans import LoweredPlan, Options, Plan, lower_plan
 from fourfold.runs.train import one_step, start
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
 from fourfold.workload.workload import Workload, load_workload
 
@@ -146,7 +146,7 @@ def predict_rows(
     plans: list[str],
     workload: Workload,
     cluster: Cluster,
-    team: Ranks | TorchrunRanks,
+    team: LocalRanks | TorchrunRanks,
     rounds: Rounds = ROUNDS,
 ) -> list[Row]:
     """A model's rows without their measurements; its kernels are timed first, those of all plans in turn."""
@@ -173,12 +173,12 @@ def step_speed_exponent(program: LoweredPlan, prices: Prices, estimated: Estimat
     return math.log(longer / estimated.step_seconds) / math.log(SLOWER) + others * speed_exponent()
 
 
-def build_plan(place: str, plan: str, workload: Workload, team: Ranks | TorchrunRanks) -> Plan:
+def build_plan(place: str, plan: str, workload: Workload, team: LocalRanks | TorchrunRanks) -> Plan:
     strategy, options = PLACES[place][plan]
     return workload.plan(strategy, ranks=team.count, options=Options(**options))
 
 
-def run(row: Row, plan: Plan, workload: Workload, team: Ranks | TorchrunRanks, reference: float) -> None:
+def run(row: Row, plan: Plan, workload: Workload, team: LocalRanks | TorchrunRanks, reference: float) -> None:
     """Add the step times of one round."""
     start(workload, plan, team, optimizer=OPTIMIZER)
     looks = []
@@ -192,7 +192,7 @@ def run(row: Row, plan: Plan, workload: Workload, team: Ranks | TorchrunRanks, r
     row.speeds += [(reference / statistics.mean(looks)) ** row.speed_exponent] * STEPS
 
 
-def calibrate(ranks: Ranks | TorchrunRanks, path: Path) -> None:
+def calibrate(ranks: LocalRanks | TorchrunRanks, path: Path) -> None:
     """Measure the ranks into a file."""
     with ranks as team:
         for progress in calibrated(team):
@@ -220,7 +220,7 @@ def measure(place: str, model: str, rows: list[Row], reference: float) -> list[R
     return rows
 
 
-def ranks_of(place: str) -> Ranks | TorchrunRanks:
+def ranks_of(place: str) -> LocalRanks | TorchrunRanks:
     return rank_pool(int(place) if place != "hosts" else None)
 
 

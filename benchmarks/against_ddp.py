@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fourfold.graph.capture import capture
 from fourfold.plans import named
 from fourfold.runs.parallel import parallelize
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
@@ -62,7 +62,7 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         for ranks in map(int, options.ranks.split(",")):
-            with Ranks(ranks) as pool:
+            with LocalRanks(ranks) as pool:
                 times = pool(measure, name, ranks, options.rounds)[0]
             row = {"model": name, "ranks": ranks, "peer": "DDP" if ranks > 1 else "eager"}
             rows.append({**row, **comparison(times, peer="peer", ours="ours"), "times": times})

@@ -21,7 +21,7 @@ from fourfold.graph import Graph
 from fourfold.graph.capture import capture
 from fourfold.plans import named
 from fourfold.runs.parallel import parallelize
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
@@ -96,7 +96,7 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         for ranks in map(int, options.ranks.split(",")):
-            with Ranks(ranks) as pool:
+            with LocalRanks(ranks) as pool:
                 times = pool(measure, name, ranks, options.rounds)[0]
             peer = min((key for key in times if key != "ours"), key=lambda key: statistics.median(times[key]))
             row = {"model": name, "ranks": ranks, "peer": peer}

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from fourfold.graph.capture import capture
 from fourfold.plans import Options, Plan, named
 from fourfold.runs.parallel import parallelize
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.workload.plan_inputs import with_signature
 
 METHOD = (
@@ -105,7 +105,7 @@ def main() -> None:
     for name in options.models.split(","):
         for ranks in map(int, options.ranks.split(",")):
             plan = build_plan(name, ranks)
-            with Ranks(ranks) as pool:
+            with LocalRanks(ranks) as pool:
                 times = pool(measure, name, plan, options.rounds)[0]
             row = {"model": name, "ranks": ranks, "stages": [s.first for s in plan.stages], "microbatches": plan.microbatches}
             for schedule, kind in PEERS.items():

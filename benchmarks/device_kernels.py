@@ -64,7 +64,7 @@ def kernels_to_time() -> dict[tuple[str, str], Sample]:
 def row(precision: str, sample: Sample) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
     kernel = sample.kernel
-    found = DeviceKernel(sample, DEVICE, autocast=precision == "bf16").timed()
+    found = DeviceKernel(sample, DEVICE, autocast=precision == "bf16").device_time()
     return {
         "precision": precision,
         "target": kernel.target,

@@ -145,7 +145,7 @@ def kernels(lowered: LoweredPlan, precision: str, end: float) -> dict[str, Any]:
             failed["time"] = "ran out"
             break
         try:
-            out[key] = asdict(DeviceKernel(sample, DEVICE, autocast=precision == "bf16").timed())
+            out[key] = asdict(DeviceKernel(sample, DEVICE, autocast=precision == "bf16").device_time())
         except Exception as error:
             failed[key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     (part,) = lowered.parts

@@ -29,7 +29,7 @@ from fourfold.plans import Options, lower_plan
 from fourfold.plans.spec.placement import Placement
 from fourfold.runs.comparison_run import ComparisonRun, save_data
 from fourfold.runs.train import afterwards, begin
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.workload.workload import Workload, load_workload
 
 METHOD = "momentum SGD, float32, local gloo ranks of one thread; predicted, then the peak of allocator events of one step"
@@ -70,7 +70,7 @@ Row = dict[str, Any]
 def rows(only: Sequence[str] = ()) -> Iterator[Row]:
     """One per rank: model, strategy, ranks, rank, predicted, measured, error; `refused` where there is no such plan."""
     for count in RANKS:
-        with Ranks(count, timeout=3600) as ranks:
+        with LocalRanks(count, timeout=3600) as ranks:
             for model, (text, batch) in MODELS.items():
                 chosen = [way for way in WAYS if _wanted(model, way, count, only)]
                 if chosen:
@@ -83,7 +83,7 @@ def _wanted(model: str, way: str, count: int, only: Sequence[str]) -> bool:
     return not only or any(set(text.split("/")) <= {model, way, str(count)} for text in only)
 
 
-def _of_model(model: str, workload: Workload, ways: Sequence[str], ranks: Ranks) -> Iterator[Row]:
+def _of_model(model: str, workload: Workload, ways: Sequence[str], ranks: LocalRanks) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         data = Path(folder, "data.pt")
         save_data(workload.example, data)
@@ -97,7 +97,7 @@ def _of_model(model: str, workload: Workload, ways: Sequence[str], ranks: Ranks)
             yield from ({**about, **row} for row in found)
 
 
-def _peaks(workload: Workload, way: str, data: str, ranks: Ranks) -> Iterator[Row]:
+def _peaks(workload: Workload, way: str, data: str, ranks: LocalRanks) -> Iterator[Row]:
     strategy, options = WAYS[way]
     plan = workload.plan(strategy, ranks=ranks.count, options=Options(**options))
     found = memory(lower_plan(workload.graph, plan), Placement.one_host(ranks.count), optimizer=OPTIMIZER)

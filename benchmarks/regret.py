@@ -33,7 +33,7 @@ from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan, load_plan, save_plan
 from fourfold.reproduce.hosts import hosts
 from fourfold.runs.train import NOW, one_step, start
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
 from fourfold.workload.workload import Workload, load_workload
 
@@ -187,12 +187,12 @@ def workload_of(match: Match) -> Workload:
     return load_workload(text, batch=batch)
 
 
-def start_plan(contender: Contender, workload: Workload, team: Ranks | TorchrunRanks, folder: Path, name: str) -> None:
+def start_plan(contender: Contender, workload: Workload, team: LocalRanks | TorchrunRanks, folder: Path, name: str) -> None:
     plan = load_plan(folder / f"{contender.name.replace(':', ' ')}.json")
     start(workload, plan, team, optimizer=OPTIMIZER, name=name)
 
 
-def ranks_of(place: str) -> Ranks | TorchrunRanks:
+def ranks_of(place: str) -> LocalRanks | TorchrunRanks:
     return rank_pool(None if PLACES[place] else int(place))
 
 

@@ -41,7 +41,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
         raise InvalidInput(f"{path}: is no UTF-8 text") from None
 
 
-def parsed_json(text: str, *, brackets: int = MOST_BRACKETS) -> Any:
+def parse_json(text: str, *, brackets: int = MOST_BRACKETS) -> Any:
     """What a JSON text says, more strictly than the standard library reads it; a `ValueError` says what is wrong.
 
     Refused: NaN, Infinity and numbers beyond 64 bits, an object with one key twice, and texts that nest or count beyond the
@@ -101,7 +101,7 @@ def _replace(path: Path, content: bytes) -> None:
     before = path.stat() if path.exists() else None
     if before is not None and not os.access(path, os.W_OK):  # a rename would not ask
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    with _beside(path) as (name, file):
+    with _new_file_beside(path) as (name, file):
         if before is not None:
             _keep_owner(file, before)
         while content:
@@ -117,7 +117,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[tuple[Path, int]]:
+def _new_file_beside(path: Path) -> Iterator[tuple[Path, int]]:
     """A new file in the same folder, of the mode a new file has; removed unless it was renamed."""
     name = path.with_name(f".fourfold-{os.getpid()}-{secrets.token_hex(4)}")
     file = None

@@ -1,4 +1,4 @@
-"""Sets of indices along one tensor dim: the common currency of shards, halos, blocks and merged dims.
+"""Sets of indices along one tensor dim: shards, halos, blocks and merged dims are all described by them.
 
 A set is a sorted tuple of disjoint half-open spans inside ``range(size)``. A local tensor holds the rows of its set in
 increasing order, so the position of an index inside the set is its local index.
@@ -13,7 +13,7 @@ from functools import lru_cache
 Span = tuple[int, int]
 
 
-def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     out: list[Span] = []
     for low, high in sorted(spans):
         if low >= high:
@@ -34,7 +34,7 @@ class IndexSet:
 
     @staticmethod
     def consecutive(counts: Sequence[int]) -> tuple[IndexSet, ...]:
-        """Sets of so many indices, one after another."""
+        """Sets that follow one another, `counts[k]` indices in set k."""
         total, start, out = sum(counts), 0, []
         for count in counts:
             out.append(IndexSet.of(total, [(start, start + count)]))
@@ -48,11 +48,11 @@ class IndexSet:
     @staticmethod
     def of(size: int, spans: Iterable[Span]) -> IndexSet:
         """The union of the given spans, clipped to ``range(size)``."""
-        return IndexSet(size, _merged((max(0, low), min(size, high)) for low, high in spans))
+        return IndexSet(size, _merge((max(0, low), min(size, high)) for low, high in spans))
 
     @staticmethod
     def of_indices(size: int, indices: Iterable[int]) -> IndexSet:
-        return IndexSet(size, _merged((i, i + 1) for i in indices))
+        return IndexSet(size, _merge((i, i + 1) for i in indices))
 
     def __len__(self) -> int:
         return sum(high - low for low, high in self.spans)
@@ -78,7 +78,7 @@ class IndexSet:
         return _intersection(self, other)
 
     def __or__(self, other: IndexSet) -> IndexSet:
-        return IndexSet(self.size, _merged(self.spans + other.spans))
+        return IndexSet(self.size, _merge(self.spans + other.spans))
 
     def __le__(self, other: IndexSet) -> bool:
         return len(self & other) == len(self)
@@ -93,17 +93,15 @@ class IndexSet:
                 base += high - low
                 low, high = next(mine)
             out.append((base + start - low, base + stop - low))
-        return _merged(out)
+        return _merge(out)
 
-    def shifted(self, offset: int, size: int) -> IndexSet:
+    def shift(self, offset: int, size: int) -> IndexSet:
         """The same members moved by `offset` inside a dim of `size`, clipped to it."""
         return IndexSet.of(size, ((low + offset, high + offset) for low, high in self.spans))
 
     def parts(self, count: int, *, outer: int = 1, unit: int = 1) -> tuple[IndexSet, ...]:
-        """`count` balanced parts. The members are read as `outer` equal blocks of units; every block is cut alike.
-
-        The first parts get the remainder, so the first part is empty only if the set is.
-        """
+        """`count` balanced parts. The members form `outer` equal blocks; each block is cut in the same way, at multiples of
+        `unit`. The first parts get the remainder, so the first part is empty only if the set is."""
         return _parts(self, count, outer, unit)
 
     def product(self, inner: IndexSet) -> IndexSet:
@@ -111,7 +109,7 @@ class IndexSet:
         return _product(self, inner)
 
     def factors(self, sizes: tuple[int, ...]) -> tuple[IndexSet, ...] | None:
-        """The sets whose product this one is, for a dim split into `sizes`; None if it is no such product."""
+        """The sets whose product this one is, for a dim split into `sizes`; None if there are none."""
         return _factors(self, sizes)
 
 
@@ -163,7 +161,7 @@ def _parts(a: IndexSet, count: int, outer: int, unit: int) -> tuple[IndexSet, ..
     for k in range(count):
         end = begin + (share + (k < extra)) * unit
         spans = [s for j in range(outer) for s in _slice(a, j * block + begin, j * block + end)]
-        out.append(IndexSet(a.size, _merged(spans)))
+        out.append(IndexSet(a.size, _merge(spans)))
         begin = end
     return tuple(out)
 
@@ -173,7 +171,7 @@ def _product(outer: IndexSet, inner: IndexSet) -> IndexSet:
     m = inner.size
     if inner.is_whole:
         return IndexSet(outer.size * m, tuple((low * m, high * m) for low, high in outer.spans) if m else ())
-    return IndexSet(outer.size * m, _merged((i * m + low, i * m + high) for i in outer for low, high in inner.spans))
+    return IndexSet(outer.size * m, _merge((i * m + low, i * m + high) for i in outer for low, high in inner.spans))
 
 
 @lru_cache(maxsize=65536)
@@ -200,6 +198,6 @@ def _factors(a: IndexSet, sizes: tuple[int, ...]) -> tuple[IndexSet, ...] | None
     patterns = {tuple(spans) for spans in rows.values()} or {((0, m),)}
     if len(patterns) != 1:
         return None
-    outer = IndexSet(n, _merged(full + [(r, r + 1) for r in rows]))
+    outer = IndexSet(n, _merge(full + [(r, r + 1) for r in rows]))
     rest = _factors(IndexSet(m, next(iter(patterns))), sizes[1:])
     return None if rest is None else (outer, *rest)

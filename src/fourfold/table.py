@@ -1,4 +1,4 @@
-"""A table of a file, read key by key: what is there must be of its kind and within its bounds, and nothing else may be there.
+"""A table of a file, read key by key. Each value must have its type and lie within its bounds; unknown keys are refused.
 
 This is the one reader of plans, run records and clusters. Errors name the file, the place, the key and the reason. It knows
 neither JSON nor TOML: both become dicts and lists before.
@@ -31,11 +31,11 @@ class Table:
     data: Mapping[str, Any]
 
     def fail(self, key: str, reason: str) -> NoReturn:
-        place = f"{self.path}: {shown_name(key)}" if self.path and key else self.path or shown_name(key)
+        place = f"{self.path}: {key_text(key)}" if self.path and key else self.path or key_text(key)
         raise InvalidInput(f"{self.file}: {place}: {reason}")
 
     def check(self, known: Collection[str]) -> None:
-        """Refuse keys that mean nothing here."""
+        """Refuse unknown keys."""
         for key in self.data:
             if key not in known:
                 self.fail(key, self._unknown(key, known))
@@ -47,13 +47,13 @@ class Table:
     def chosen(self, key: str, choices: Sequence[str]) -> str:
         value = self.text(key)
         if value not in choices:
-            self.fail(key, f"is {shown(value)}, it must be one of {', '.join(choices)}{nearest(value, choices)}")
+            self.fail(key, f"is {value_text(value)}, it must be one of {', '.join(choices)}{nearest(value, choices)}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.data.get(key, default)
         if not isinstance(value, bool):
-            self.fail(key, f"is {shown(value)}, true or false is needed")
+            self.fail(key, f"is {value_text(value)}, true or false is needed")
         return value
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_WHOLE) -> int:
@@ -71,7 +71,7 @@ class Table:
         """A list of texts, empty if it is not there."""
         return tuple(self._text(key, value, LONGEST) for value in self.entries(key, "texts", most))
 
-    def wholes(self, key: str, *, least: int = 0, most: int = LARGEST_WHOLE, count: int = MOST) -> tuple[int, ...]:
+    def integers(self, key: str, *, least: int = 0, most: int = LARGEST_WHOLE, count: int = MOST) -> tuple[int, ...]:
         """A list of whole numbers, empty if it is not there."""
         return tuple(self._whole(key, value, least, most) for value in self.entries(key, "whole numbers", count))
 
@@ -79,7 +79,7 @@ class Table:
         """A list of so many entries at most, empty if it is not there."""
         found = self.data.get(key, [])
         if not isinstance(found, list):
-            self.fail(key, f"is {shown(found)}, a list of {of} is needed")
+            self.fail(key, f"is {value_text(found)}, a list of {of} is needed")
         self._check_count(key, found, most)
         return found
 
@@ -87,7 +87,7 @@ class Table:
         """The entries of a list of tables, empty if it is not there."""
         found = self.data.get(key, [])
         if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-            self.fail(key, self._listed(key, found))
+            self.fail(key, self._list_error(key, found))
         self._check_count(key, found, most)
         return [replace(self, path=self._place(f"{key} {i}"), data=entry) for i, entry in enumerate(found, start=1)]
 
@@ -95,7 +95,7 @@ class Table:
         """The tables below a table, by name."""
         found = self.data.get(key, {})
         if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
-            self.fail(key, self._nested(key, found))
+            self.fail(key, self._table_error(key, found))
         self._check_count(key, found, most)
         return {
             self._text(key, name, NAME): replace(self, path=self._place(f"{key}.{name}"), data=entry)
@@ -106,7 +106,7 @@ class Table:
         """The table under a key, empty if it is not there."""
         found = self.data.get(key, {})
         if not isinstance(found, dict):
-            self.fail(key, self._nested(key, found))
+            self.fail(key, self._table_error(key, found))
         return replace(self, path=self._place(key), data=found)
 
     def names(self, *, most: int = MOST) -> tuple[str, ...]:
@@ -120,12 +120,12 @@ class Table:
     def _unknown(self, key: str, known: Collection[str]) -> str:
         return f"is no key here{nearest(key, known)}"
 
-    def _listed(self, key: str, found: Any) -> str:
+    def _list_error(self, key: str, found: Any) -> str:
         whole = isinstance(found, list)
-        return "has entries that are no objects" if whole else f"is {shown(found)}, a list of objects is needed"
+        return "has entries that are no objects" if whole else f"is {value_text(found)}, a list of objects is needed"
 
-    def _nested(self, key: str, found: Any) -> str:
-        return "has entries that are no objects" if isinstance(found, dict) else f"is {shown(found)}, an object is needed"
+    def _table_error(self, key: str, found: Any) -> str:
+        return "has entries that are no objects" if isinstance(found, dict) else f"is {value_text(found)}, an object is needed"
 
     def _value(self, key: str, default: Any) -> Any:
         if key not in self.data and default is None:
@@ -138,7 +138,7 @@ class Table:
 
     def _text(self, key: str, value: Any, most: int, lines: bool = False) -> str:
         if not isinstance(value, str):
-            self.fail(key, f"is {shown(value)}, a text is needed")
+            self.fail(key, f"is {value_text(value)}, a text is needed")
         if len(value) > most:
             self.fail(key, f"is a text of {len(value):,} characters, at most {most:,} are read")
         if found := (_UNPRINTABLE if lines else _NO_LINE).search(value):
@@ -147,20 +147,20 @@ class Table:
 
     def _whole(self, key: str, value: Any, least: int, most: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
-            self.fail(key, f"is {shown(value)}, a whole number is needed")
+            self.fail(key, f"is {value_text(value)}, a whole number is needed")
         if not least <= value <= most:
-            self.fail(key, f"is {shown(value)}, it must be {f'at least {least}' if value < least else f'at most {most}'}")
+            self.fail(key, f"is {value_text(value)}, it must be {f'at least {least}' if value < least else f'at most {most}'}")
         return value
 
     def _number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self.fail(key, f"is {shown(value)}, a number is needed")
+            self.fail(key, f"is {value_text(value)}, a number is needed")
         if (isinstance(value, int) and abs(value) > LARGEST_WHOLE) or not math.isfinite(value):
-            self.fail(key, f"is {shown(value)}, a number is needed")
+            self.fail(key, f"is {value_text(value)}, a number is needed")
         return value
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value in an error's line: short, and printable whatever it holds."""
     if isinstance(value, dict | list):
         return "a table" if isinstance(value, dict) else "a list"
@@ -171,5 +171,5 @@ def shown(value: Any) -> str:
     return "null" if value is None else repr(value) if isinstance(value, float) else str(value).lower()
 
 
-def shown_name(key: str) -> str:
-    return key if len(key) <= NAME and key.isprintable() else shown(key)
+def key_text(key: str) -> str:
+    return key if len(key) <= NAME and key.isprintable() else value_text(key)

@@ -11,10 +11,20 @@ import pytest
 
 from fourfold.calibrate import calibration, measured_prices
 from fourfold.calibrate.calibration import AT_ONCE, Progress, _Measurements, calibrated, drift, requests
-from fourfold.calibrate.collectives import Effort, Found, measured, rates, waited
+from fourfold.calibrate.collectives import Effort, TimedCurve, measure_rates, time_collective, time_waits
 from fourfold.calibrate.kernel_table import add_kernels, load_kernels
-from fourfold.calibrate.kernels import Rounds, Sample, _links, _Times, _Told, arithmetic, samples, time_once, timed
-from fourfold.calibrate.machine_speed import LEAST_FELT, MOST_FELT, load_pace, machine_name, save_pace, speed_exponent
+from fourfold.calibrate.kernels import (
+    Rounds,
+    Sample,
+    _chain_length,
+    _NormalisedTimes,
+    _Times,
+    arithmetic,
+    samples,
+    time_kernels,
+    time_once,
+)
+from fourfold.calibrate.machine_speed import LEAST_EXPONENT, MOST_EXPONENT, load_pace, machine_name, save_pace, speed_exponent
 from fourfold.calibrate.measured_prices import check_here, here, predict_on_ranks
 from fourfold.calibrate.robust_stats import interquartile_mean, strays
 from fourfold.cluster import Cluster, cluster_named, load_cluster, local, save_calibration, save_cluster
@@ -25,7 +35,7 @@ from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import LoweredPlan, lower_plan, named
 from fourfold.plans.lists.comm_batches import RING_BYTES
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 from small import graph_of
 
@@ -119,17 +129,17 @@ def test_collectives_are_measured_again_until_the_middle_of_their_times_is_known
     steady, straying = requests(["a", "a"])[:2]
     for k in range(6):
         so_far.next_round(1.0, [])
-        so_far.add(steady, 1.0, Found(points=((10.0, 1.0), (20.0, 2.0)), computing=()))
-        so_far.add(straying, 1.0, Found(points=((10.0, 1.0 + k), (20.0, 2.0), (30.0, 3.0 + k), (40.0, 4.0)), computing=()))
-    assert so_far.unsure() == [(straying, (10.0, 20.0, 30.0))]
+        so_far.add(steady, 1.0, TimedCurve(points=((10.0, 1.0), (20.0, 2.0)), computing=()))
+        so_far.add(straying, 1.0, TimedCurve(points=((10.0, 1.0 + k), (20.0, 2.0), (30.0, 3.0 + k), (40.0, 4.0)), computing=()))
+    assert so_far.uncertain() == [(straying, (10.0, 20.0, 30.0))]
 
 
-@pytest.mark.parametrize(("level", "told"), [("loopback", 4.0**LEAST_FELT), ("network", 1.0)])
+@pytest.mark.parametrize(("level", "told"), [("loopback", 4.0**LEAST_EXPONENT), ("network", 1.0)])
 def test_exchanges_within_a_host_are_told_at_the_pace_and_others_as_they_were(level: str, told: float) -> None:
     so_far = _Measurements(local(2), 2, 4.0)
     request = replace(requests(["a", "a"])[0], level=level)
     so_far.next_round(1.0, [])
-    so_far.add(request, 1.0, Found(points=((10.0, 1.0),), computing=()))
+    so_far.add(request, 1.0, TimedCurve(points=((10.0, 1.0),), computing=()))
     so_far.paces += [4.0, 4.0, 4.0]
     assert so_far._curve(request).seconds == pytest.approx((told,), rel=1e-3)
 
@@ -141,7 +151,7 @@ def test_groups_of_every_size_are_measured_alone_and_all_at_once() -> None:
 
 def test_an_exchange_is_timed_after_ever_more_computing() -> None:
     (request,) = [r for r in requests(["a", "a"]) if r.collective == "all_gather"]
-    rounds = [pool(2)(waited, replace(request, crowd=2.0)) for _ in range(3)]
+    rounds = [pool(2)(time_waits, replace(request, crowd=2.0)) for _ in range(3)]
     assert all(one == other for one, other in rounds), "the mean over both ranks"
     computing = [min(busy for busy, _ in stretch) for stretch in zip(*(one for one, _ in rounds), strict=True)]
     assert computing[1] > 2 * computing[0] and computing[2] > 2 * computing[1] > 0
@@ -151,7 +161,7 @@ def test_where_ranks_take_turns_waits_are_told_with_the_curves() -> None:
     so_far = _Measurements(local(4), 4, 1.0)
     request = requests(["a"] * 4)[0]
     so_far.next_round(1.0, [])
-    so_far.add(request, 1.0, Found(points=((10.0, 1.0),), computing=()))
+    so_far.add(request, 1.0, TimedCurve(points=((10.0, 1.0),), computing=()))
     for seconds in (2.0, 3.0, 4.0):
         so_far.add_waits(request, 1.0, [(1e-3, seconds), (1e-2, 2 * seconds)])
     waits = so_far._waits(request)
@@ -162,11 +172,11 @@ def test_where_ranks_take_turns_waits_are_told_with_the_curves() -> None:
 def test_what_there_is_no_common_memory_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
     so_far = _Measurements(local(2), 2, 1.0)
-    with Ranks(2) as ranks:
-        so_far.next_round(1.0, ranks(rates))
+    with LocalRanks(2) as ranks:
+        so_far.next_round(1.0, ranks(measure_rates))
         for request in requests(["a", "a"]):
             if request.collective in (*SHARED, "all_gather"):
-                so_far.add(request, 1.0, ranks(measured, request, (256.0, 1024.0))[0])
+                so_far.add(request, 1.0, ranks(time_collective, request, (256.0, 1024.0))[0])
     (curve,) = so_far.cluster().measured.curves
     assert curve.collective == "all_gather" and curve.sizes == (256.0, 1024.0)
 
@@ -174,7 +184,7 @@ def test_what_there_is_no_common_memory_for_is_not_measured(monkeypatch: pytest.
 def test_the_latency_of_the_first_size_is_not_taken_for_a_slow_link() -> None:
     (send,) = [r for r in requests(["a", "a"]) if r.collective == "send"]
     sizes = (4.0, 2.0**20)  # at the bytes per second of the first, the second would take minutes
-    assert [size for size, _ in pool(2)(measured, send, sizes)[0].points] == list(sizes)
+    assert [size for size, _ in pool(2)(time_collective, send, sizes)[0].points] == list(sizes)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +194,7 @@ def test_a_link_has_a_bandwidth_whatever_its_sends_took(points: list[tuple[float
     so_far = _Measurements(local(2), 2, 1.0)
     (send,) = [r for r in requests(["a", "a"]) if r.collective == "send"]
     so_far.next_round(1.0, [dict.fromkeys(("rate", "bandwidth", "launch", *(f"update_{one}" for one in OPTIMIZERS)), 1.0)])
-    so_far.add(send, 1.0, Found(points=tuple(points), computing=()))
+    so_far.add(send, 1.0, TimedCurve(points=tuple(points), computing=()))
     (link,) = [one for one in so_far.cluster().links if one.name == send.level]
     assert link.bandwidth == pytest.approx(bandwidth)
 
@@ -221,7 +231,7 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
     known = load_kernels(here(cluster_named("local", devices=2)).measured.kernels)
     assert not samples(lowered("filter"), {}, known), "all are in the table"
     assert all(time.busy >= 1.0 and time.forward > 0 for time in known.values())
-    monkeypatch.setattr(measured_prices, "timed", None)  # must not be needed again
+    monkeypatch.setattr(measured_prices, "time_kernels", None)  # must not be needed again
     assert told().estimate.step_seconds == found.estimate.step_seconds
 
 
@@ -234,8 +244,8 @@ def test_kernels_told_at_another_pace_are_in_another_table() -> None:
 def test_kernels_are_told_at_the_pace_asked_for() -> None:
     wanted = some_kernels()[:3]
     powers = {sample.kernel.key: speed_exponent(arithmetic(sample.kernel)) for sample in wanted}
-    now = timed(pool(2), wanted, {}, Rounds(1, 1), 0.0)
-    slow, slower = (timed(pool(2), wanted, {}, Rounds(5, 9), pace) for pace in (10.0, 1000.0))  # one bad moment is none
+    now = time_kernels(pool(2), wanted, {}, Rounds(1, 1), 0.0)
+    slow, slower = (time_kernels(pool(2), wanted, {}, Rounds(5, 9), pace) for pace in (10.0, 1000.0))  # one bad moment is none
     for key, time in now.items():
         assert time.forward < slow[key].forward
         assert 0.2 < slower[key].forward / slow[key].forward / 100 ** powers[key] < 5
@@ -256,13 +266,13 @@ def test_kernels_are_timed_again_until_the_middle_of_their_times_is_known(times:
 @pytest.mark.parametrize(("scale", "again"), [(1e-4, False), (1e-2, True)], ids=["short", "long"])
 def test_long_kernels_must_be_known_better(scale: float, again: bool) -> None:
     times = [_Times(scale * forward, 0.0) for forward in (1.0, 1.02, 1.04, 1.06, 1.08, 1.1)]
-    assert _Told(times, times).strays is again
+    assert _NormalisedTimes(times, times).strays is again
 
 
 def test_a_kernels_calm_moments_weigh_more() -> None:
     calm, loud = _Times(1.0, 2.0).at(1.0, 0.5), _Times(4.0, 8.0).at(0.25, 0.5)
     assert (loud.forward, loud.backward) == (2.0, 4.0), "told at the pace"
-    told = _Told([calm, loud, loud], [calm, loud, loud]).joined()
+    told = _NormalisedTimes([calm, loud, loud], [calm, loud, loud]).kernel_time()
     assert (told.forward, told.backward, told.busy) == (1.0, 2.0, 1.0)
 
 
@@ -279,7 +289,7 @@ def test_the_middle_of_times_is_the_mean_of_their_middle_half(times: list[float]
 
 def test_short_kernels_are_run_in_a_row_and_long_ones_by_themselves() -> None:
     short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
-    links = [_links(replace(short, flops=flops)) for flops in (0.0, 1e7, 1e8, 1e9)]
+    links = [_chain_length(replace(short, flops=flops)) for flops in (0.0, 1e7, 1e8, 1e9)]
     assert links[0] > 1 >= links[-1] and links == sorted(links, reverse=True)
 
 
@@ -287,7 +297,7 @@ def test_the_more_arithmetic_a_kernel_has_the_more_it_feels_the_pace() -> None:
     short = min((sample.kernel for sample in samples(lowered("data"), {}).values()), key=lambda kernel: kernel.flops)
     powers = [speed_exponent(arithmetic(replace(short, flops=flops))) for flops in (0.0, 1e6, 1e7, 1e8, 1e10)]
     assert powers == sorted(powers)
-    assert LEAST_FELT <= powers[0] < 0.45 and 0.85 < powers[-1] <= MOST_FELT
+    assert LEAST_EXPONENT <= powers[0] < 0.45 and 0.85 < powers[-1] <= MOST_EXPONENT
 
 
 def test_a_cluster_that_is_not_where_the_ranks_run_is_refused() -> None:
@@ -332,5 +342,5 @@ def test_a_table_of_kernels_says_what_its_numbers_are() -> None:
 def test_gradients_larger_than_the_ring_are_timed_in_one_of_their_own_size() -> None:
     (request,) = [r for r in requests(["a", "a"]) if r.collective == "shared_give"]
     large = 1.5 * RING_BYTES
-    for found in pool(2)(measured, request, (large,)):
+    for found in pool(2)(time_collective, request, (large,)):
         assert [size for size, _ in found.points] == [large]

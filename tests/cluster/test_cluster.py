@@ -44,7 +44,7 @@ def test_ranks_fill_nodes_in_order_and_mixed_kinds_follow_each_other() -> None:
     mixed = cluster(nodes(2, 4), nodes(3, 2, "cpu"))
     assert [mixed.node(rank) for rank in range(14)] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [mixed.device(rank).name for rank in (0, 7, 8, 13)] == ["gpu", "gpu", "cpu", "cpu"]
-    assert [(kind.name, ranks) for kind, ranks in mixed.sized(9).runs_in_use()] == [("gpu", range(8)), ("cpu", range(8, 9))]
+    assert [(kind.name, ranks) for kind, ranks in mixed.with_size(9).runs_in_use()] == [("gpu", range(8)), ("cpu", range(8, 9))]
 
 
 def test_ranks_talk_over_the_innermost_link_that_joins_them() -> None:
@@ -60,7 +60,7 @@ def test_a_single_rank_talks_over_no_link() -> None:
 
 @given(st.integers(1, 40), st.integers(0, 39), st.integers(0, 39))
 def test_a_wider_group_never_talks_over_a_more_inner_link(size: int, one: int, other: int) -> None:
-    found = cluster(nodes(7, 4), nodes(6, 2, "cpu")).sized(size)
+    found = cluster(nodes(7, 4), nodes(6, 2, "cpu")).with_size(size)
     low, high = sorted((one % size, other % size))
     levels = [found.level(range(low, end + 1)) for end in range(low + 1, high + 1)]
     assert levels == sorted(levels)  # type: ignore[type-var]
@@ -80,14 +80,14 @@ def test_every_unit_lies_inside_a_unit_of_the_level_above(rank: int) -> None:
 def test_unused_devices_of_a_node_leave_its_links_to_the_others() -> None:
     abci = preset("abci")
     assert abci.ports(0, 1) == 2  # adapters of a node
-    assert abci.sized(1).ports(0, 1) == 2
+    assert abci.with_size(1).ports(0, 1) == 2
     assert abci.ports(0, 2) == 34  # of a rack
     assert preset("ethernet-25g-gpu").ports(0, 1) == 1
 
 
 def test_ranks_on_one_processor_share_its_memory_and_gpus_are_their_own() -> None:
-    found = cluster(nodes(1, 4), nodes(1, 4, "cpu")).sized(7)
-    assert [found.sharers(rank) for rank in (0, 6)] == [1, 3]
+    found = cluster(nodes(1, 4), nodes(1, 4, "cpu")).with_size(7)
+    assert [found.ranks_per_device(rank) for rank in (0, 6)] == [1, 3]
     assert [found.memory(rank) for rank in (0, 6)] == [16e9, 64e9 / 3]
 
 
@@ -107,7 +107,7 @@ def test_a_cluster_smaller_than_asked_says_both_numbers() -> None:
 
 def test_a_rank_that_is_not_in_use_has_no_device() -> None:
     with pytest.raises(InvalidInput, match="rank 4 of a cluster with 4 devices in use"):
-        preset("abci").sized(4).device(4)
+        preset("abci").with_size(4).device(4)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def curve(**change: object) -> Curve:
 def test_curves_are_found_by_collective_and_level_in_order_of_their_groups() -> None:
     curves = (curve(ranks=8), curve(), curve(groups=2), curve(level="rack"), curve(collective="send", ranks=2))
     measured = cluster(nodes(2, 4), measured=Measured(curves=curves)).measured
-    assert [(c.ranks, c.groups) for c in measured.of("all_reduce", "node")] == [(4, 1), (4, 2), (8, 1)]
+    assert [(c.ranks, c.groups) for c in measured.curves_of("all_reduce", "node")] == [(4, 1), (4, 2), (8, 1)]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_measurements_that_make_no_sense_are_refused(make, words: str) -> None:
 
 def test_this_machine_takes_as_many_ranks_as_asked_and_says_it_is_not_calibrated() -> None:
     here = cluster_named("local", devices=6)
-    assert here == local(6) and here.size == here.capacity == 6 and here.sharers(0) == 6
+    assert here == local(6) and here.size == here.capacity == 6 and here.ranks_per_device(0) == 6
     assert 0 < here.memory(0) * 6 == here.kinds[0].memory
     assert "not calibrated" in here.kinds[0].sources.of("rate_fp32") and "not calibrated" in here.links[0].sources.of("latency")
     assert here.link([0, 5]) == here.links[0]
@@ -179,7 +179,7 @@ def test_the_presets_that_are_promised_are_there() -> None:
 
 
 def test_the_machine_of_the_oracle_paper_is_as_it_says() -> None:
-    abci = preset("abci").sized(1024)
+    abci = preset("abci").with_size(1024)
     assert abci.device(0).memory < 16 * 2**30 and len(abci.node_ranks(0)) == 4
     assert [link.bandwidth for link in abci.links] == [50e9, 12.5e9, 12.5e9]
     assert abci.links[0].latency == 20e-6 and abci.links[2].oversubscription == 3

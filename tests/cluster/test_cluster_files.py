@@ -102,7 +102,7 @@ def test_every_preset_survives_its_file(name: str, tmp_path: Path) -> None:
 
 
 def test_how_many_devices_are_in_use_survives_the_file(tmp_path: Path) -> None:
-    assert through_file(preset("abci").sized(6), tmp_path).size == 6
+    assert through_file(preset("abci").with_size(6), tmp_path).size == 6
 
 
 positive = st.floats(1e-9, 1e18)

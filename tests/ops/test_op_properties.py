@@ -18,8 +18,8 @@ from torch import nn
 
 from fourfold.index import IndexSet
 from fourfold.ops.nest import Loop
-from fourfold.ops.shape import regrouped
-from fourfold.ops.window import Sliding, Transposed
+from fourfold.ops.shape import common_factors
+from fourfold.ops.window import SlidingWindow, TransposedWindow
 from matrix import Case, Column, Fn, judged
 from matrix_windows import ADAPTIVE_AVG, ADAPTIVE_MAX, AVG, CONV, LINEAR, MAX, TRANSPOSED
 
@@ -203,7 +203,7 @@ def test_any_chain_of_reshapes_equals_eager(data: Any, numel: int, ranks: int) -
 def test_a_reshape_is_a_regrouping_of_common_factors(data: Any, numel: int) -> None:
     before, after = data.draw(factorised(numel)), data.draw(factorised(numel))
     loops: list[Loop] = []
-    sides = regrouped(before, after, loops)
+    sides = common_factors(before, after, loops)
     sizes = {loop.name: loop.size for loop in loops}
     for shape, dims in zip((before, after), sides, strict=True):
         assert [math.prod(t if isinstance(t, int) else sizes[t] for t in terms) for terms in dims] == list(shape)
@@ -223,7 +223,7 @@ def test_a_reshape_is_a_regrouping_of_common_factors(data: Any, numel: int) -> N
 def test_a_sliding_window_needs_what_its_taps_read(
     size: int, kernel: int, stride: int, pad: int, dilation: int, data: Any
 ) -> None:
-    window = Sliding(size=size, kernel=kernel, stride=stride, pad=pad, dilation=dilation)
+    window = SlidingWindow(size=size, kernel=kernel, stride=stride, pad=pad, dilation=dilation)
     low = data.draw(st.integers(0, 12))
     outputs = IndexSet.of(20, [(low, low + data.draw(st.integers(0, 5)))])
     read = {o * stride - pad + dilation * k for o in outputs for k in range(kernel)}
@@ -244,7 +244,7 @@ def test_a_sliding_window_needs_what_its_taps_read(
 def test_a_transposed_window_needs_every_input_that_writes_there(
     size: int, kernel: int, stride: int, pad: int, dilation: int, data: Any
 ) -> None:
-    window = Transposed(size=size, kernel=kernel, stride=stride, pad=pad, dilation=dilation)
+    window = TransposedWindow(size=size, kernel=kernel, stride=stride, pad=pad, dilation=dilation)
     low = data.draw(st.integers(0, 30))
     outputs = IndexSet.of(60, [(low, low + data.draw(st.integers(0, 5)))])
     writers = {i for i in range(size) for k in range(kernel) if i * stride - pad + dilation * k in set(outputs)}

@@ -26,7 +26,7 @@ from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.plans.lowering.lifetimes import frees, overwriting, reads, writes
 from fourfold.plans.spec.placement import Placement
 from fourfold.runs.comparison_run import ComparisonRun
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 from small import SMALL, batch_of, example, graph_of, observed
 
@@ -72,7 +72,7 @@ def data_of(model: str) -> str:
     return str(path)
 
 
-def errors(model: str, way: str, optimizer: str = "momentum", ranks: Ranks | None = None) -> list[float]:
+def errors(model: str, way: str, optimizer: str = "momentum", ranks: LocalRanks | None = None) -> list[float]:
     """Of every rank: how far the prediction is off, as a part of what was measured. `ranks`: some that share no memory."""
     made = lowered(model, way, 4 if way in FOUR else 2)
     task = ComparisonRun(graph=made.graph, plan=made.plan, data=data_of(model), precision="fp32", optimizer=optimizer)
@@ -131,7 +131,7 @@ def test_peaks_are_near_those_measured_on_two_axes(model: str) -> None:
 @pytest.mark.slow
 def test_peaks_of_ranks_that_share_no_memory_are_near_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
-    with Ranks(2, timeout=240) as ranks:
+    with LocalRanks(2, timeout=240) as ranks:
         ways = ("data", "filter", "fsdp", "zero 1", "1f1b")
         assert_close({way: errors("vgg16-cifar", way, ranks=ranks) for way in ways})
 

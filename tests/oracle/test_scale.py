@@ -50,7 +50,7 @@ class Counted(Prices):
 def devices(count: int) -> Cluster:
     """Nodes of a preset, as many as it takes."""
     cluster = cluster_named("dgx-h100")
-    return replace(cluster, nodes=tuple(replace(run, count=4096) for run in cluster.nodes)).sized(count)
+    return replace(cluster, nodes=tuple(replace(run, count=4096) for run in cluster.nodes)).with_size(count)
 
 
 def lowered(graph: Graph, strategy: str, ranks: int, batch: int, **options: int) -> LoweredPlan:
@@ -187,7 +187,7 @@ def test_a_chain_of_ops_that_nothing_places_is_no_deep_recursion() -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_pairs_of_one_kind_have_the_same_traffic(name: str) -> None:
     whole = cluster_named(name)
-    cluster = whole.sized(min(whole.capacity, 24))
+    cluster = whole.with_size(min(whole.capacity, 24))
     found: dict[tuple[object, ...], set[Traffic]] = {}
     for pair in itertools.permutations(range(cluster.size), 2):
         found.setdefault(pair_kind(cluster, *pair), set()).add(traffic(cluster, (pair,)))

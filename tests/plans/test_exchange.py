@@ -23,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fourfold.index import IndexSet
-from fourfold.plans.layout.exchange import Exchange, Step, transfers
+from fourfold.plans.layout.exchange import Exchange, ExchangeStep, transfers
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.layout.ownership import Own
@@ -33,7 +33,7 @@ laws = settings(max_examples=200, deadline=None)
 seeds = st.integers(0, 10**9)
 
 
-def stepped(step: Step, values: list[Array]) -> list[Array]:
+def stepped(step: ExchangeStep, values: list[Array]) -> list[Array]:
     """One step by the boxes `transfers` lists, from the takers' side."""
     mesh = step.mesh
     out = []
@@ -47,7 +47,7 @@ def stepped(step: Step, values: list[Array]) -> list[Array]:
     return out
 
 
-def collective(step: Step, values: list[Array]) -> list[Array]:
+def collective(step: ExchangeStep, values: list[Array]) -> list[Array]:
     """One step by the textbook meaning of its named pattern."""
     mesh = step.mesh
     out = []

@@ -208,4 +208,4 @@ def test_memory_kept_beside_tensors_follows_the_division() -> None:
         program = lower(item.graph, item.job(column, 2).plan)
         step = next(c for c in program.computes() if c.nest.kernel == "max_pool")
         shares = [Share(step, {AXIS: rank}, (4,), (4,)) for rank in range(2)]
-        assert sum(s.kept_bytes(step.nest.kept[0]) for s in shares) == 8 * math.prod(step.gives[0].shape)
+        assert sum(s.kept_bytes(step.nest.saved_extra[0]) for s in shares) == 8 * math.prod(step.gives[0].shape)

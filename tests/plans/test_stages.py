@@ -28,7 +28,7 @@ from fourfold.plans.lists.rank_schedule import BLOCKING, StageAction
 from fourfold.plans.lists.stage_transfer import StageTensor, incoming, outgoing
 from fourfold.plans.lowering.stages import Cut, cut
 from fourfold.plans.spec.plan import Stage, check_runnable
-from fourfold.plans.strategies.balance import balanced_firsts, least_loaded, least_loaded_by
+from fourfold.plans.strategies.balance import balanced_cuts, balanced_cuts_and_ranks, balanced_firsts
 from layouts import Array, box_of, laid, whole_box
 from small import SMALL, batch_of, graph_of
 
@@ -232,7 +232,7 @@ def test_no_other_cut_has_a_smaller_bottleneck(data: st.DataObject) -> None:
     total = np.concatenate([[0.0], np.cumsum(work)])
     cost = np.array([0.0, *charge[1:], 0.0])
     load = total[None, :] - total[:, None] + cost[None, :] + cost[:, None]
-    chosen, _ = least_loaded([load / weight for weight in weights])
+    chosen, _ = balanced_cuts([load / weight for weight in weights])
     assert chosen == sorted(set(chosen))
     every = itertools.combinations(range(1, count), stages - 1)
     best = min(load_of(total, charge, (0, *cuts, count), weights) for cuts in every)
@@ -424,7 +424,7 @@ def test_stages_of_different_sizes_are_cut_as_trying_everything_says() -> None:
         count, ranks, length = int(rng.integers(2, 4)), int(rng.integers(3, 6)), int(rng.integers(4, 7))
         work = [np.cumsum(rng.random(length)) for _ in range(ranks)]
         loads = [{r: (work[r - 1][None, :] - work[r - 1][:, None]) / r for r in range(1, ranks)} for _ in range(count)]
-        found = least_loaded_by(loads, ranks)
+        found = balanced_cuts_and_ranks(loads, ranks)
         tried = []
         for cuts in itertools.combinations(range(1, length - 1), count - 1):
             ends = (0, *cuts, length - 1)

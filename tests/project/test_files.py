@@ -20,7 +20,7 @@ from fourfold import files
 from fourfold.cli.main import run
 from fourfold.cluster.cache import calibration_file
 from fourfold.errors import InvalidInput
-from fourfold.files import MOST_BYTES, parsed_json, read_text, write_file
+from fourfold.files import MOST_BYTES, parse_json, read_text, write_file
 from fourfold.plans import Mesh, Plan, load_plan, save_plan
 
 SOURCES = Path(__file__).parents[2] / "src" / "fourfold"
@@ -198,12 +198,12 @@ def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path) -> None:
 )
 def test_json_is_read_strictly(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parsed_json(text)
+        parse_json(text)
 
 
 def test_brackets_within_texts_are_none() -> None:
     data = {"a": "[" * 10_000, "b": '\\"' + "{" * 100, "c": [2**63 - 1, -(2**63) + 1, -0.0, 1e308]}
-    assert parsed_json(json.dumps(data)) == data
+    assert parse_json(json.dumps(data)) == data
 
 
 def test_a_plan_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:

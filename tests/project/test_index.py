@@ -63,7 +63,7 @@ def test_positions_say_where_a_part_lies_in_its_set(two: tuple[IndexSet, IndexSe
 @laws
 @given(index_sets(), st.integers(-16, 16), st.integers(0, 20))
 def test_shifting_moves_every_member_and_clips(a: IndexSet, offset: int, size: int) -> None:
-    assert list(a.shifted(offset, size)) == [i + offset for i in a if 0 <= i + offset < size]
+    assert list(a.shift(offset, size)) == [i + offset for i in a if 0 <= i + offset < size]
 
 
 @laws

@@ -12,7 +12,7 @@ from fourfold.cli.main import run
 from fourfold.cli.reproduce import PAPERS
 from fourfold.reproduce import bapipe, paradl, splitbrain
 from fourfold.reproduce.integrated import ALEXNET, crossover, formulas
-from fourfold.reproduce.study import Reproduction, at_least, near
+from fourfold.reproduce.study import Reproduction, at_least, close_to
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -25,7 +25,10 @@ def test_the_integrated_paper_s_table_is_met() -> None:
 
 
 def test_an_expectation_can_fail() -> None:
-    assert not near("x", 1.02, 1.0, within=0.01, mark="read").holds and near("x", 1.005, 1.0, within=0.01, mark="read").holds
+    assert (
+        not close_to("x", 1.02, 1.0, within=0.01, mark="read").holds
+        and close_to("x", 1.005, 1.0, within=0.01, mark="read").holds
+    )
     assert not at_least("x", 0.99, 1.0, mark="read").holds and at_least("x", 1.0, 1.0, mark="read").holds
 
 
@@ -92,7 +95,9 @@ def test_reproduce_writes_a_page_and_a_record(paper: str, tmp_path: Path, capsys
 
 
 def test_a_failed_expectation_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Reproduction(name="paradl", title="t", tables=(), expectations=(near("x", 2.0, 1.0, within=0.01, mark="read"),))
+    failed = Reproduction(
+        name="paradl", title="t", tables=(), expectations=(close_to("x", 2.0, 1.0, within=0.01, mark="read"),)
+    )
     monkeypatch.setattr(paradl, "reproduce", lambda progress, *, runs: failed)
     assert run(["reproduce", "paradl", "-o", str(tmp_path / "page.html")]) == 1
     assert "does not hold" in (tmp_path / "page.html").read_text()

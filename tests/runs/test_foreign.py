@@ -17,7 +17,8 @@ from fourfold.graph.capture import capture
 from fourfold.models.example import Example
 from fourfold.plans import lower, named
 from fourfold.runs.comparison_run import ComparisonRun, run_steps
-from fourfold.runs.reference import EAGER, PROGRAM, Reference, eager_trial
+from fourfold.runs.eager_run import eager_trial
+from fourfold.runs.reference import EAGER, PROGRAM, Reference
 from fourfold.runs.verify import verify
 from ranks import close_pools, pool
 

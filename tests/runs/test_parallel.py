@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.errors import InvalidInput
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 
 
@@ -112,7 +112,7 @@ def test_training_through_the_interface_equals_a_plain_loop(strategy: str, ranks
 def test_ranks_that_share_no_memory_get_the_same_numbers_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     want = reference(0.5)
     monkeypatch.setenv("FOURFOLD_SOCKETS", "1")
-    with Ranks(2) as fresh:
+    with LocalRanks(2) as fresh:
         for got in fresh(train, "data", 2, 0.5):
             assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
             assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from faults import Fault, inject
 from fourfold.errors import WorkerFailed
 from fourfold.runtime.comm.shared.memory import shared_memory
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.host.processes import is_alive
 from ranks import pool
 
@@ -46,12 +46,12 @@ def stop_self(rank: int) -> None:
 
 
 def test_a_stopped_rank_is_named_not_the_one_that_waits_for_it() -> None:
-    with Ranks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 1 \(process \d+\) is stopped"):
+    with LocalRanks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 1 \(process \d+\) is stopped"):
         ranks(stop_self, 1)
 
 
 def test_a_large_message_to_a_stopped_rank_does_not_hold_up_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Ranks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 0 \(process \d+\) is stopped; the others waited 1 s"):
+    with LocalRanks(2) as ranks, pytest.raises(WorkerFailed, match=r"rank 0 \(process \d+\) is stopped; the others waited 1 s"):
         os.kill(ranks(os.getpid)[0], signal.SIGSTOP)
         monkeypatch.setenv("FOURFOLD_TIMEOUT", "1")
         ranks(len, bytes(10_000_000))
@@ -69,7 +69,7 @@ def test_shared_memory_has_no_name_while_it_is_used() -> None:
 
 
 def test_ranks_started_by_a_thread_outlive_it() -> None:
-    with Ranks(1) as ranks:
+    with LocalRanks(1) as ranks:
         thread = threading.Thread(target=ranks, args=(os.getpid,))
         thread.start()
         thread.join()
@@ -79,15 +79,15 @@ def test_ranks_started_by_a_thread_outlive_it() -> None:
 
 COMPUTING = """
 import os, sys, threading
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 def forever():
     print(os.getpid(), flush=True)
     import torch
     while True:
         torch.ones(2000, 2000) @ torch.ones(2000, 2000)
 if __name__ == "__main__":
-    thread = threading.Thread(target=Ranks(1), args=(forever,))
-    Ranks(1)(forever) if sys.argv[1] == "main" else thread.start()
+    thread = threading.Thread(target=LocalRanks(1), args=(forever,))
+    LocalRanks(1)(forever) if sys.argv[1] == "main" else thread.start()
     thread.join()
 """
 

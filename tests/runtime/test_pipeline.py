@@ -21,7 +21,7 @@ from fourfold.plans.lowering.stages import cut
 from fourfold.plans.spec.plan import Segment
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.runs.reference import EAGER
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.timeline import Timeline
 from ranks import pool
 from small import batch_of
@@ -258,7 +258,7 @@ def failing(how: str) -> None:
 )
 def test_a_rank_that_fails_within_a_step_stops_the_others_in_time(how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOURFOLD_TIMEOUT", "4" if how == "hangs" else "30")
-    with Ranks(2, timeout=60) as ranks, pytest.raises(WorkerFailed, match=said) as found:
+    with LocalRanks(2, timeout=60) as ranks, pytest.raises(WorkerFailed, match=said) as found:
         ranks(time.monotonic)
         begun = time.monotonic()
         ranks(failing, how)

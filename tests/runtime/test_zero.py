@@ -31,7 +31,7 @@ from fourfold.plans.spec.plan import Segment
 from fourfold.plans.spec.policy import Policy
 from fourfold.runs.comparison_run import ComparisonRun, execute_run, load_result, runner
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.zero.weight_transport import GatheredWeight
 from fourfold.runtime.zero.zero3 import SavedView, Weights
@@ -141,17 +141,17 @@ def test_zero_gives_the_numbers_of_one_rank(name: str, strategy: str, ranks: int
 
 
 @pytest.fixture(scope="module")
-def apart() -> Iterator[Ranks]:
+def apart() -> Iterator[LocalRanks]:
     """Three ranks that may not share memory."""
     with ranks_apart(3) as ranks:
         yield ranks
 
 
-def ranks_apart(count: int) -> Ranks:
+def ranks_apart(count: int) -> LocalRanks:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOURFOLD_SOCKETS", "1")
         patch.setenv("FOURFOLD_TIMEOUT", os.environ.get("FOURFOLD_TIMEOUT", "60"))
-        ranks = Ranks(count, timeout=240)
+        ranks = LocalRanks(count, timeout=240)
         ranks(float, 0)  # started under these settings
     return ranks
 
@@ -167,13 +167,13 @@ def run_by_messages(task: ComparisonRun) -> None:
     [(VGG, "data", 3, 3), ("gpt2", "filter", 3, 1), ("gpt2", "data", 3, 3), ("unet3d", "spatial", 3, 1)],
 )
 def test_zero_over_sockets_gives_the_numbers_of_one_rank(
-    apart: Ranks, name: str, strategy: str, zero: int, microbatches: int, large: bool
+    apart: LocalRanks, name: str, strategy: str, zero: int, microbatches: int, large: bool
 ) -> None:
     plan = plan_of(name, strategy, 3, zero, microbatches=microbatches)
     assert_equal(built_in(name).errors(plan, ranks=apart, run=run_by_messages if large else execute_run))
 
 
-def test_slices_over_sockets_give_the_numbers_of_one_rank(apart: Ranks) -> None:
+def test_slices_over_sockets_give_the_numbers_of_one_rank(apart: LocalRanks) -> None:
     assert_equal(built_in(VGG).errors(plan_of(VGG, "data", 3, 1), ranks=apart))
     with ranks_apart(2) as two:  # among more, a ring gathers
         assert_equal(built_in(VGG).errors(plan_of(VGG, "data", 2, 1), ranks=two, run=run_by_messages))
@@ -204,13 +204,13 @@ def mixed() -> Subject:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_frozen_shared_unreached_and_scalar_parameters(apart: Ranks, zero: int) -> None:
+def test_frozen_shared_unreached_and_scalar_parameters(apart: LocalRanks, zero: int) -> None:
     plan = replace(named("data", mixed().task.graph, ranks=3, batch=6), zero=zero, microbatches=2)
     assert_equal(mixed().errors(plan))
     assert_equal(mixed().errors(plan, ranks=apart))
 
 
-def test_weights_are_gathered_again_where_a_segment_is_recomputed(apart: Ranks) -> None:
+def test_weights_are_gathered_again_where_a_segment_is_recomputed(apart: LocalRanks) -> None:
     paths = [op.path for op in graph_of(VGG).ops]
     segments = (Segment(first=paths[2], last=paths[9]), Segment(first=paths[20], last=paths[-4]))
     plan = plan_of(VGG, "data", 3, 3, microbatches=2, recompute=segments)
@@ -218,7 +218,7 @@ def test_weights_are_gathered_again_where_a_segment_is_recomputed(apart: Ranks) 
     assert_equal(built_in(VGG).errors(plan, ranks=apart))
 
 
-def test_a_rank_that_saves_nothing_takes_part_when_a_segment_runs_again(apart: Ranks) -> None:
+def test_a_rank_that_saves_nothing_takes_part_when_a_segment_runs_again(apart: LocalRanks) -> None:
     """Two examples on three ranks: one has none of them."""
     options = Options(zero=3, recompute=2, microbatches=2)
     plan = named("data", graph_of("gpt2"), ranks=3, batch=4, options=options)
@@ -235,7 +235,7 @@ def test_chunks_hold_every_row_once_and_no_more_than_fits(shapes: list[tuple[int
 
 
 @pytest.mark.parametrize("sockets", [False, True])
-def test_slices_gathered_in_many_rounds_give_the_numbers_of_one_rank(apart: Ranks, sockets: bool) -> None:
+def test_slices_gathered_in_many_rounds_give_the_numbers_of_one_rank(apart: LocalRanks, sockets: bool) -> None:
     plan = plan_of("gpt2", "data", 3, 1, policy=Policy(chunk_bytes=8 * 1000))
     lists = lower_plan(graph_of("gpt2"), plan).lists(Placement.one_host(3), "fp64")
     assert all(slices.rounds > 10 for found in lists.values() for slices in found.messages.slices)
@@ -333,7 +333,7 @@ def gathered_bytes(task: ComparisonRun) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sockets", [False, True])
-def test_gathered_weights_do_not_outlive_their_use(apart: Ranks, sockets: bool) -> None:
+def test_gathered_weights_do_not_outlive_their_use(apart: LocalRanks, sockets: bool) -> None:
     built, plan = built_in(VGG), plan_of(VGG, "data", 3, 3)
     whole = 8 * sum(t.numel() for t in built.start.values())
     for facts in (apart if sockets else pool(3))(gathered_bytes, replace(built.task, plan=plan)):
@@ -439,7 +439,7 @@ def kept_secretly(task: ComparisonRun) -> None:
 def test_a_weight_that_an_op_keeps_beyond_its_rule_is_refused() -> None:
     task = replace(built_in("resnet50").task, plan=plan_of("resnet50", "data", 2, 3))
     with pytest.raises(Infeasible, match=r"keeps .* for its backward, which its rule does not say.*--zero 1"):
-        Ranks(2, timeout=120)(kept_secretly, task)
+        LocalRanks(2, timeout=120)(kept_secretly, task)
 
 
 def with_copies(**seconds: float) -> Cluster:

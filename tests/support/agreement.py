@@ -29,7 +29,7 @@ from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import DEFAULT, Policy
 from fourfold.runs.comparison_run import ComparisonRun, runner
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.kernels import Randomness
 from ranks import close_pools, pool
 from small import SMALL, Subject, batch_of, built_in, graph_of, subject
@@ -178,14 +178,14 @@ def sending_directly(elements: int | None) -> Iterator[None]:
         yield
 
 
-_APART: dict[int, Ranks] = {}
+_APART: dict[int, LocalRanks] = {}
 
 
-def apart(count: int) -> Ranks:
-    """Ranks that may not share memory; spawned when first used."""
+def apart(count: int) -> LocalRanks:
+    """LocalRanks that may not share memory; spawned when first used."""
     if count not in _APART:
         with patch.dict(os.environ, FOURFOLD_SOCKETS="1", FOURFOLD_TIMEOUT=os.environ.get("FOURFOLD_TIMEOUT", "60")):
-            _APART[count] = Ranks(count, timeout=240)
+            _APART[count] = LocalRanks(count, timeout=240)
             _APART[count](float, 0)  # started under these settings
     return _APART[count]
 

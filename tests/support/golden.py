@@ -85,7 +85,7 @@ def _invented() -> Measured:
 @cache
 def cluster_of(name: str, devices: int) -> Cluster:
     made = {"two hosts": lambda: _two_hosts(Measured()), "two hosts, measured": lambda: _two_hosts(_invented())}
-    return (made[name]() if name in made else cluster_named(name, devices=devices)).sized(devices)
+    return (made[name]() if name in made else cluster_named(name, devices=devices)).with_size(devices)
 
 
 CLUSTERS = (  # devices, precision

@@ -338,7 +338,7 @@ def priced(path: Path, program: Callable[[], Any]) -> None:
 
 
 def _predicted(cluster: Cluster, program: Any) -> None:
-    prices = known_prices(cluster.sized(program.plan.size), "fp32")
+    prices = known_prices(cluster.with_size(program.plan.size), "fp32")
     json_text(predict(program, prices).estimate.step_seconds)
 
 

@@ -44,10 +44,10 @@ from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution import runner as pipeline_module
 from fourfold.runtime.execution.executor import Executor
 from fourfold.runtime.host.devices import own_device, rank_devices
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.kernels import Randomness
 
-_POOLS: dict[int, Ranks] = {}
+_POOLS: dict[int, LocalRanks] = {}
 _KIND = ["cpu"]  # of the devices of new pools
 _WORLDS: dict[Mesh, World] = {}
 
@@ -110,11 +110,11 @@ def _whole(mesh: Mesh, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
     return total / times * math.prod(mesh.extent(axis) for axis in layout.partial)
 
 
-def pool(count: int) -> Ranks:
+def pool(count: int) -> LocalRanks:
     """The session's workers; spawned when first used."""
     if count not in _POOLS:
         os.environ.setdefault("FOURFOLD_TIMEOUT", "60")
-        _POOLS[count] = Ranks(count, timeout=240, devices=rank_devices(_KIND[0], count, share_gpu=_KIND[0] == "cuda"))
+        _POOLS[count] = LocalRanks(count, timeout=240, devices=rank_devices(_KIND[0], count, share_gpu=_KIND[0] == "cuda"))
     return _POOLS[count]
 
 

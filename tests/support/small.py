@@ -21,7 +21,7 @@ from fourfold.plans import Plan, Program, lower, named
 from fourfold.runs.compare import worst_error
 from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, load_result
 from fourfold.runs.train import Trainer
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 
 torch.set_num_threads(1)  # as the ranks have; on busy cores small kernels only wait for more
@@ -68,7 +68,7 @@ class Subject:
     reference: RunResult
 
     def errors(
-        self, plan: Plan, ranks: Ranks | None = None, run: Callable[[ComparisonRun], Any] = execute_run
+        self, plan: Plan, ranks: LocalRanks | None = None, run: Callable[[ComparisonRun], Any] = execute_run
     ) -> dict[str, float]:
         """Run a plan on local ranks (by default the session's); the worst error of each kind against one rank, in float64."""
         result = str(Path(self.task.data).with_name("got.pt"))

@@ -25,7 +25,7 @@ from fourfold.plans import Options
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import verify
 from fourfold.runtime.host.devices import own_device, rank_devices
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.workload.workload import Workload, load_workload
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -166,7 +166,7 @@ def prepared(model: str, device: torch.device) -> tuple[Workload, Reference]:
 plainly: list[bool] = []  # of every float32 cell: within twice the distance of the one undisturbed run
 
 
-def outcome(cell: Cell, ranks: Ranks, device: torch.device) -> tuple[str, float | None]:
+def outcome(cell: Cell, ranks: LocalRanks, device: torch.device) -> tuple[str, float | None]:
     """What a cell comes to, and the fraction of FLOPs split."""
     seen, reference = prepared(cell.model, device)
     try:
@@ -214,7 +214,9 @@ def main() -> int:
     faults: list[str] = []
     begun = time.monotonic()
     for count in sorted({cell.ranks for cell in chosen}):
-        with Ranks(count, timeout=300, devices=rank_devices(options.device, count, share_gpu=options.device != "cpu")) as ranks:
+        with LocalRanks(
+            count, timeout=300, devices=rank_devices(options.device, count, share_gpu=options.device != "cpu")
+        ) as ranks:
             for cell in (c for c in chosen if c.ranks == count):
                 since = time.monotonic()
                 word, split = outcome(cell, ranks, where)

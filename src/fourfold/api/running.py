@@ -28,7 +28,7 @@ from fourfold.runs.verify import verify as compare
 from fourfold.runtime.comm.world import here
 from fourfold.runtime.execution.precision import check_precision, lowered_for
 from fourfold.runtime.host.devices import own_device
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, check_count, is_leader, rank_pool, share
 from fourfold.workload.materialise import materialise
 from fourfold.workload.workload import Workload, load_workload
@@ -76,7 +76,7 @@ class _Run:
 
     workload: Workload
     plan: Plan
-    ranks: Ranks | TorchrunRanks
+    ranks: LocalRanks | TorchrunRanks
     prediction: Prediction | None
 
 
@@ -264,7 +264,7 @@ def _prepared_run(
         yield _Run(workload=workload, plan=chosen, ranks=pool, prediction=prediction)
 
 
-def _workload_on(pool: Ranks | TorchrunRanks, model: str | Workload, *, batch: int | None, seed: int) -> Workload:
+def _workload_on(pool: LocalRanks | TorchrunRanks, model: str | Workload, *, batch: int | None, seed: int) -> Workload:
     """The model with its data on this process; under torchrun the first rank captures a MODEL text for all."""
     if isinstance(model, Workload):
         if batch is not None and batch != model.batch:
@@ -276,7 +276,7 @@ def _workload_on(pool: Ranks | TorchrunRanks, model: str | Workload, *, batch: i
 
 
 def _prediction(
-    pool: Ranks | TorchrunRanks,
+    pool: LocalRanks | TorchrunRanks,
     workload: Workload,
     plan: Plan,
     cluster: str | Cluster | None,

@@ -38,14 +38,14 @@ def setting_of(
 
 def cluster_of(cluster: str | Cluster, devices: int) -> Cluster:
     """A preset, a TOML file, ``local`` or a `Cluster`, with so many devices in use."""
-    return cluster.sized(devices) if isinstance(cluster, Cluster) else cluster_named(cluster, devices=devices)
+    return cluster.with_size(devices) if isinstance(cluster, Cluster) else cluster_named(cluster, devices=devices)
 
 
 def default_cluster(devices: int) -> str | None:
     """This machine, unless so many devices are surely not meant for it."""
-    from fourfold.cluster.local import suits
+    from fourfold.cluster.local import may_run_locally
 
-    return LOCAL if suits(devices) else None
+    return LOCAL if may_run_locally(devices) else None
 
 
 def priced_graph(graph: Graph, setting: Setting) -> Graph:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from fourfold.calibrate.collectives import FULL, Effort, Found, Request, measured, rates, waited
-from fourfold.calibrate.kernels import Sample, Timing
+from fourfold.calibrate.collective_calls import CurveRequest
+from fourfold.calibrate.collectives import FULL, Effort, TimedCurve, measure_rates, time_collective, time_waits
+from fourfold.calibrate.kernels import KernelTimings, Sample
 from fourfold.calibrate.machine_speed import load_pace, measure_speed, save_pace, speed_exponent
 from fourfold.calibrate.robust_stats import interquartile_mean, interquartile_range, strays
 from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, Waits, local
@@ -53,7 +54,7 @@ def calibrated(
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before. Kernels are
     gone through in the same rounds, so that every number is taken at moments that lie far apart."""
     hosts = ranks(host_of_this_process)
-    wanted, timing = requests(hosts), Timing(kernels, {})
+    wanted, timing = requests(hosts), KernelTimings(kernels, {})
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
     so_far = _Measurements(replace(_described(hosts, name), about=told), ranks.count, ranks(load_pace)[0])
     done, of = 0, effort.rounds * (1 + len(wanted) + len(_parts(timing.wanted)))
@@ -64,25 +65,25 @@ def calibrated(
 
     for number in range(effort.most):
         every = number < effort.rounds
-        again = [(request, effort.sizes) for request in wanted] if every else so_far.unsure()
-        unsure = timing.wanted if every else timing.unsure(so_far.pace)
+        again = [(request, effort.sizes) for request in wanted] if every else so_far.uncertain()
+        unsure = timing.wanted if every else timing.uncertain(so_far.pace)
         if not again and not unsure:
             break
         of = max(of, done + 1 + len(again) + len(_parts(unsure)))
         yield progress("rates of one rank while all are busy")
-        so_far.next_round(ranks(measure_speed)[0], ranks(rates))
+        so_far.next_round(ranks(measure_speed)[0], ranks(measure_rates))
         done += 1
         for request, sizes in again:
             count, size = len(request.groups), len(request.groups[0])
             yield progress(f"{request.collective} in {count} x {size} ranks over {request.level}")
             pace = ranks(measure_speed)[0]
-            so_far.add(request, pace, ranks(measured, request, sizes)[request.groups[0][0]])
+            so_far.add(request, pace, ranks(time_collective, request, sizes)[request.groups[0][0]])
             if request.collective == WAITING and request.crowd > 1 and every:
-                so_far.add_waits(request, ranks(measure_speed)[0], ranks(waited, request)[request.groups[0][0]])
+                so_far.add_waits(request, ranks(measure_speed)[0], ranks(time_waits, request)[request.groups[0][0]])
             done += 1
         for k, part in enumerate(_parts(unsure)):
             yield progress(f"kernel {k * AT_ONCE + 1} of {len(unsure)}")
-            timing.take(ranks, part, alone=every)
+            timing.time_round(ranks, part, alone=every)
             done += 1
     if is_leader():
         save_pace(_rounded(so_far.pace))
@@ -101,8 +102,8 @@ class _Measurements:
     def __init__(self, base: Cluster, ranks: int, before: float) -> None:
         self.base, self.ranks, self.before = base, ranks, before
         self.facts: list[tuple[float, dict[str, float]]] = []  # with the pace of the moment, as all that follow
-        self.blocks: dict[Request, dict[float, list[tuple[float, float]]]] = {}
-        self.stretches: dict[Request, list[tuple[float, list[tuple[float, float]]]]] = {}
+        self.blocks: dict[CurveRequest, dict[float, list[tuple[float, float]]]] = {}
+        self.stretches: dict[CurveRequest, list[tuple[float, list[tuple[float, float]]]]] = {}
         self.computing: list[list[float]] = []  # by round
         self.paces: list[float] = []
 
@@ -111,7 +112,7 @@ class _Measurements:
         self.facts += [(pace, fact) for fact in facts]
         self.computing.append([])
 
-    def add(self, request: Request, pace: float, found: Found) -> None:
+    def add(self, request: CurveRequest, pace: float, found: TimedCurve) -> None:
         """One more round of a curve."""
         self.paces.append(pace)
         known = self.blocks.setdefault(request, {})
@@ -120,7 +121,7 @@ class _Measurements:
         if sum(map(len, request.groups)) == self.ranks:
             self.computing[-1] += found.computing
 
-    def add_waits(self, request: Request, pace: float, found: list[tuple[float, float]]) -> None:
+    def add_waits(self, request: CurveRequest, pace: float, found: list[tuple[float, float]]) -> None:
         """One more round of an exchange after ever more computing."""
         self.stretches.setdefault(request, []).append((pace, found))
 
@@ -146,7 +147,7 @@ class _Measurements:
         waits = tuple(self._waits(request) for request in self.stretches)
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves, waits=waits))
 
-    def unsure(self) -> list[tuple[Request, tuple[float, ...]]]:
+    def uncertain(self) -> list[tuple[CurveRequest, tuple[float, ...]]]:
         """Curves with a time that is not known yet, and their sizes up to the last such."""
         out = []
         for request in self.blocks:
@@ -156,16 +157,16 @@ class _Measurements:
                 out.append((request, tuple(size for size in told if size <= stray[-1])))
         return out
 
-    def _told(self, request: Request) -> dict[float, list[float]]:
+    def _told(self, request: CurveRequest) -> dict[float, list[float]]:
         """By size, the times of a collective at the pace."""
         found = self.blocks[request].items()
         return {size: [seconds * self._speed(request, pace) for pace, seconds in times] for size, times in found}
 
-    def _speed(self, request: Request, pace: float) -> float:
+    def _speed(self, request: CurveRequest, pace: float) -> float:
         """What makes a time of a moment one at the pace: cores carry exchanges within a host; a wire keeps its own pace."""
         return (self.pace / pace) ** (speed_exponent() if request.level == LOOPBACK else 0.0)
 
-    def _waits(self, request: Request) -> Waits:
+    def _waits(self, request: CurveRequest) -> Waits:
         rounds = [
             [
                 (busy * (self.pace / pace) ** speed_exponent(1.0), seconds * self._speed(request, pace))
@@ -185,7 +186,7 @@ class _Measurements:
             source=f"calibration, middle of {len(rounds)} rounds, torch {torch.__version__}",
         )
 
-    def _curve(self, request: Request) -> Curve:
+    def _curve(self, request: CurveRequest) -> Curve:
         told = self._told(request)
         points = [(max(interquartile_mean(times), LEAST), interquartile_range(times)) for times in told.values()]
         counts = [len(times) for times in told.values()]
@@ -221,14 +222,14 @@ def _linked(link: Link, curves: list[Curve]) -> Link:
     return replace(link, latency=seconds[0], bandwidth=_rounded(speed), sources=SENT)
 
 
-def requests(hosts: list[str]) -> list[Request]:
+def requests(hosts: list[str]) -> list[CurveRequest]:
     """The curves that plans on these ranks may ask for."""
     out = []
     count = len(hosts)
     for size in divisors(count)[1:]:
-        near = tuple(tuple(range(k, k + size)) for k in range(0, count, size))
-        far = tuple(tuple(range(k, count, count // size)) for k in range(count // size))
-        for groups in dict.fromkeys((near, far, near[:1], far[:1])):
+        adjacent = tuple(tuple(range(k, k + size)) for k in range(0, count, size))
+        strided = tuple(tuple(range(k, count, count // size)) for k in range(count // size))
+        for groups in dict.fromkeys((adjacent, strided, adjacent[:1], strided[:1])):
             inside = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
             kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
             kinds += ["send"] if size == 2 else []
@@ -236,7 +237,7 @@ def requests(hosts: list[str]) -> list[Request]:
             level = LOOPBACK if inside else "network"
             busy = Counter(hosts[rank] for group in groups for rank in group)
             crowd = max(1.0, max(busy.values()) / usable_cores())
-            out += [Request(collective=kind, groups=groups, level=level, crowd=crowd) for kind in kinds]
+            out += [CurveRequest(collective=kind, groups=groups, level=level, crowd=crowd) for kind in kinds]
     unique = {(r.collective, r.level, len(r.groups[0]), len(r.groups)): r for r in reversed(out)}
     return list(reversed(unique.values()))
 

@@ -1,10 +1,10 @@
-"""What ranks do to calibrate: collectives of every size timed between computing, and rates.
+"""Times of collectives of every size, measured between stretches of computing; and the rates of one rank.
 
-Between computing, a collective costs more than over and over: ranks come to it at different times, threads sleep and must be
-woken, and caches hold something else. So each repetition goes through other memory and computes for a moment first. What counts
-is the time from coming to it until it is done, on the average rank: waiting for the later ones is part of it. Where ranks take
-turns on cores, part of that waiting is for others to compute, which the oracle counts as computing already: there it is the
-time of a repetition less that of computing in turn.
+A collective in a step costs more than one in a tight loop: ranks reach it at different times, threads sleep and must be woken,
+and caches hold other data. So each repetition first touches other memory and computes for a moment. The time runs from
+reaching the collective until it is done, on the average rank, waiting for later ranks included. Where ranks outnumber cores,
+part of that waiting is for other ranks to compute, which the oracle already counts as computing: the time is then that of a
+repetition less the computing of the ranks that share a core.
 """
 
 from __future__ import annotations
@@ -13,34 +13,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fourfold.cluster import OWN, Collective
-from fourfold.errors import InvalidInput
+from fourfold.calibrate.collective_calls import CurveRequest, collective_call
+from fourfold.cluster import NON_WAITING
 from fourfold.optimizers import OPTIMIZERS
-from fourfold.plans.layout.exchange import Exchange
-from fourfold.plans.layout.layout import Layout
-from fourfold.plans.layout.mesh import Mesh
-from fourfold.plans.lists.comm_batches import RING_BYTES, gradient_bytes
-from fourfold.plans.lists.paths import Paths
-from fourfold.plans.lowering.program import Move
 from fourfold.plans.spec.policy import DEFAULT
-from fourfold.runtime.comm import gloo_p2p
-from fourfold.runtime.comm.shared.memory import SharedRows
-from fourfold.runtime.comm.shared.sums import SharedSum
-from fourfold.runtime.comm.world import World, running_placement
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.zero.weight_transport import GatheredWeight
-from fourfold.runtime.zero.zero3_shared import SharedTransport
 
-T = TypeVar("T")
-
-DATA = ("data",)  # the axis of the ranks of a group
-PLACES = 8  # for gradients that are dealt out: ranks may be so many repetitions apart
 MORE = 3  # times as many rounds at most, for what strays
 REPEATS = 32
 LEAST_REPEATS = 2
@@ -75,60 +59,50 @@ class Effort:
 FULL = Effort()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One curve to measure: the groups that communicate at once."""
-
-    collective: Collective
-    groups: tuple[tuple[int, ...], ...]
-    level: str
-    crowd: float = 1.0  # of the ranks that communicate, how many take turns on a core
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TimedCurve:
     """A curve's points (bytes, seconds), and how long the same computing took each time, in a unit of its own."""
 
     points: tuple[tuple[float, float], ...]
     computing: tuple[float, ...]
 
 
-def measured(request: Request, sizes: Sequence[float]) -> Found:
+def time_collective(request: CurveRequest, sizes: Sequence[float]) -> TimedCurve:
     """A collective at growing sizes once, up to those for which there is room; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
-    stretch, run = _Stretch(mine is not None), _collectives(request, mine, group)
+    stretch, run = _ComputeStretch(mine is not None), collective_call(request, mine, group)
     sizes = [size for size in sizes if request.collective != "shared_gather" or size <= DEFAULT.small_bytes]
     blocks = {}
     for size, larger in zip(sizes, (*sizes[1:], 0.0), strict=True):
         once = run(int(size))
-        if not _everywhere(once is not None):
+        if not _true_on_all_ranks(once is not None):
             break
         assert once is not None
-        spent = _once(once)
+        spent = _seconds_once(once)
         repeats = max(LEAST_REPEATS, min(REPEATS, round(BLOCK_SECONDS / spent)))
-        blocks[size] = _block(once, stretch, group, request, repeats)
+        blocks[size] = _time_block(once, stretch, group, request, repeats)
         if len(blocks) > 1 and spent * larger / size > SLOWEST:  # the time of the first may be latency alone
             break
     if group is not None:
         dist.destroy_process_group(group)
-    there = 0.5 if request.collective in ("send", *OWN) else 1.0
+    there = 0.5 if request.collective in ("send", *NON_WAITING) else 1.0
     long = [block for block in blocks.values() if block.repeats == REPEATS]  # short ones begin unevenly
-    return Found(
+    return TimedCurve(
         points=tuple((size, there * block.seconds) for size, block in blocks.items()),
         computing=tuple(block.computing / max(stretch.times, 1) for block in long),
     )
 
 
-def waited(request: Request) -> list[tuple[float, float]]:
+def time_waits(request: CurveRequest) -> list[tuple[float, float]]:
     """Seconds of computing, and of a small collective after it, by `STRETCHES`; all ranks of the process group must call."""
     mine = next((group for group in request.groups if dist.get_rank() in group), None)
     made = {group: dist.new_group(list(group)) for group in request.groups}
     group = made[mine] if mine is not None else None
-    once, usual = _collectives(request, mine, group)(WAITED), _Stretch(mine is not None)
+    once, usual = collective_call(request, mine, group)(WAITED), _ComputeStretch(mine is not None)
     assert once is not None  # a message
-    blocks = [_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
+    blocks = [_time_block(once, usual.longer(k), group, request, repeats) for k, repeats in STRETCHES.items()]
     if group is not None:
         dist.destroy_process_group(group)
     return [(block.busy, block.seconds) for block in blocks]
@@ -144,15 +118,15 @@ class _Block:
     repeats: int
 
 
-def _everywhere(here: bool) -> bool:
-    """Whether something is so on all ranks."""
+def _true_on_all_ranks(here: bool) -> bool:
+    """Whether a condition holds on all ranks."""
     said = torch.tensor([int(here)])
     dist.all_reduce(said, op=dist.ReduceOp.MIN)
     return bool(said)
 
 
-def _once(once: Callable[[], Any]) -> float:
-    """Seconds of doing it once, the same on all ranks."""
+def _seconds_once(once: Callable[[], Any]) -> float:
+    """Seconds of one call, of the slowest rank."""
     once()
     dist.barrier()
     begun = time.perf_counter()
@@ -162,13 +136,13 @@ def _once(once: Callable[[], Any]) -> float:
     return float(spent)
 
 
-def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Request, repeats: int) -> _Block:
+def _time_block(once: Callable[[], Any], stretch: _ComputeStretch, group: Any, request: CurveRequest, repeats: int) -> _Block:
     """Computing and the collective, several times: the mean over all ranks that take part, without the longest few. Where ranks
     take turns on cores, long times are the rule and not a disturbance: what one group loses another has won, so all count.
     Of what waits for nobody, the rank's own work counts."""
     dist.barrier()
     spent, computing, busy = [], [], []
-    alone = request.collective in OWN
+    alone = request.collective in NON_WAITING
     crowd = 1.0 if alone else request.crowd
     for _ in range(repeats):
         begun, working = time.perf_counter(), time.thread_time()
@@ -185,16 +159,16 @@ def _block(once: Callable[[], Any], stretch: _Stretch, group: Any, request: Requ
     sums = float(group is not None) * torch.tensor([spent, computing, busy, [1.0] * repeats], dtype=torch.float64)
     dist.all_reduce(sums)
     shared = (sums[:-1] / sums[-1]).tolist()
-    mean = _mean if crowd == 1 else statistics.mean
+    mean = _mean_without_longest if crowd == 1 else statistics.mean
     return _Block(mean(shared[0]), statistics.mean(shared[1]), statistics.mean(shared[2]), repeats)
 
 
-def _mean(times: list[float]) -> float:
+def _mean_without_longest(times: list[float]) -> float:
     """Without the longest few."""
     return statistics.mean(sorted(times)[: len(times) - len(times) // OUTLIERS])
 
 
-class _Stretch:
+class _ComputeStretch:
     """A moment of computing on those ranks that communicate, equally much on each; all ranks must make one."""
 
     def __init__(self, busy: bool) -> None:
@@ -207,7 +181,7 @@ class _Stretch:
         dist.broadcast(times, 0)
         self.times = max(1, round(times.item())) if busy else 0
 
-    def longer(self, times: int) -> _Stretch:
+    def longer(self, times: int) -> _ComputeStretch:
         """So many times as much of both."""
         out = copy(self)
         out.times = times * self.times
@@ -224,121 +198,7 @@ class _Stretch:
             torch.mm(self.matrix, self.matrix)
 
 
-def _collectives(request: Request, mine: tuple[int, ...] | None, group: Any) -> Callable[[int], Callable[[], Any] | None]:
-    """For a size in bytes, a function that does the collective once, or None where shared memory has no room for it; ranks
-    outside all groups do nothing. All ranks must call."""
-    device = torch.device("cpu")
-    placement = running_placement(device, dist.get_world_size())
-    if mine is None:
-        return lambda size: lambda: None
-    count, kind, mesh = len(mine), request.collective, Mesh.of(data=len(mine))
-    paths = Paths(mesh, mine, placement, DEFAULT)
-    world = World(mesh, rank=mine.index(dist.get_rank()), device=device, ranks=mine, paths=paths)
-    world._groups["inline", DATA] = group
-    if kind.startswith("shared"):
-        return _shared(kind, group, world) if paths.near(DATA) else lambda size: None
-
-    def run(size: int) -> Callable[[], Any]:
-        n = max(size // 4, 1)
-        one, all_of = torch.zeros(n), torch.zeros(n * count)
-        if kind == "all_reduce":
-            return lambda: dist.all_reduce(one, group=group)
-        direct = paths.one_to_all(kind, DATA, world.rank, n * (count - 1)) == "direct"
-        if kind == "all_gather":
-            return lambda: gloo_p2p.all_gather(all_of, one, group, direct=direct).wait()
-        if kind == "reduce_scatter":
-            return lambda: gloo_p2p.reduce_scatter(one, all_of, group, direct=direct)
-        if kind == "all_to_all":
-            return _all_to_all(world, max(n // (count - 1), 1), group)
-        return lambda: _ping(one, mine)  # there and back: `measured` halves it
-
-    return run
-
-
-def _all_to_all(world: World, each: int, group: Any) -> Callable[[], Any]:
-    """So many elements from every rank for every other; within a host gloo copies as many for the rank itself, about what a
-    program does beside it."""
-    count, me = world.mesh.size, world.rank
-    direct = world.paths.all_to_all(DATA, me, each * (count - 1)) == "direct"
-    parts = [0 if direct and k == me else each for k in range(count)]
-    total = sum(parts)
-    return lambda: gloo_p2p.all_to_all(torch.empty(total), torch.zeros(total), parts, parts, group, direct=direct).wait()
-
-
-def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
-    """A message from the first to the second and back."""
-    mine, other = (pair[0], pair[1]) if dist.get_rank() == pair[0] else (pair[1], pair[0])
-    if mine == pair[0]:
-        dist.send(tensor, other)
-        dist.recv(tensor, other)
-    else:
-        dist.recv(tensor, other)
-        dist.send(tensor, other)
-
-
-def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:
-    if kind == "shared_gather":
-        rows = _if_room(lambda: SharedRows.open(group, 60.0, DEFAULT.small_bytes))
-        return lambda size: None if rows is None else lambda: rows.gather(torch.zeros(max(size // 4, 1)))
-    if kind in OWN:
-        return lambda size: _divided(kind, world, -(-size // 4))
-
-    def run(size: int) -> Callable[[], Any] | None:
-        parameter = torch.zeros(max(size // 4, 1), requires_grad=True)
-        shared = _if_room(lambda: SharedSum.open([parameter], DATA, world))
-        gradient = torch.zeros(parameter.shape)
-        if shared is None:
-            return None
-
-        def once() -> None:
-            parameter.grad = gradient
-            shared.sum()
-
-        return once
-
-    return run
-
-
-def _divided(kind: str, world: World, numel: int) -> Callable[[], Any] | None:
-    """Two weights stored divided, as ZeRO-3 has them: copied together, or their gradients dealt out, one after the other as
-    those of a layer are. `measured` halves it."""
-    whole = Layout.same((numel,))
-    exchange = Exchange(world.mesh, whole.fully_sharded(world.mesh), replace(whole, replicate=frozenset(world.mesh.names)))
-    shards = {name: torch.zeros(exchange.source.local_shape(world.coords), requires_grad=True) for name in ("weight", "bias")}
-    moves = [Move(exchange=exchange, source=name, target=f"{name}@0", value=name, kind="parameter") for name in shards]
-    weights = [GatheredWeight(move, (numel,), shards[move.value]) for move in moves]
-    gradient = gradient_bytes(exchange.adjoint.steps[0], 4)
-    ring = max(min(RING_BYTES, 2 * PLACES * gradient), 2 * gradient)
-    transport = _if_room(lambda: SharedTransport(weights, shards, world, ring))
-    if transport is None:
-        return None
-    gradients = [torch.zeros(numel) for _ in weights]
-
-    def fetch() -> None:
-        for weight in weights:
-            transport.fetch(weight)
-
-    def give() -> None:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.shard.grad = None
-            transport.give(weight, gradient)
-
-    if kind == "shared_fetch":
-        return fetch
-    for _ in range(PLACES):  # in training the places of gradients are known from the step before
-        give()
-    return give
-
-
-def _if_room(make: Callable[[], T]) -> T | None:
-    """What uses shared memory; None where there is no room for it."""
-    try:
-        return make()
-    except InvalidInput:
-        return None
-
-
-def rates() -> dict[str, float]:
+def measure_rates() -> dict[str, float]:
     """What one busy rank reaches: multiply-adds, copies, updates."""
     a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
     dist.barrier()
@@ -363,4 +223,4 @@ def _seconds(once: Callable[[], Any]) -> float:
         start = time.perf_counter()
         once()
         times.append(time.perf_counter() - start)
-    return _mean(times)
+    return _mean_without_longest(times)

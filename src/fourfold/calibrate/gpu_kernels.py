@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.calibrate.kernels import Alone, Sample
+from fourfold.calibrate.kernels import Sample, SingleRankWorld
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.runtime.kernels import Local, Randomness, build
@@ -71,10 +71,10 @@ class DeviceKernel:
     """One kernel bound to made-up tensors on a GPU, run as the runtime would run it on one rank."""
 
     def __init__(self, sample: Sample, device: torch.device, *, autocast: bool = False) -> None:
-        self.run = build(sample.step, Local(Alone(sample.mesh, sample.member, device, None), Randomness(), {}))
+        self.run = build(sample.step, Local(SingleRankWorld(sample.mesh, sample.member, device, None), Randomness(), {}))
         self.kernel, self.device, self.autocast = sample.kernel, device, autocast
 
-    def timed(self) -> DeviceTime:
+    def device_time(self) -> DeviceTime:
         self._once()  # algorithms are chosen
         extra = self._once()
         held = 3 * sum(spec.bytes for spec in (*self.kernel.operands, *self.kernel.results))  # with gradients and what is kept

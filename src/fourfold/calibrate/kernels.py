@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fourfold.calibrate.collectives import FULL
 from fourfold.calibrate.kernel_table import rounded
-from fourfold.calibrate.machine_speed import MachineSpeed, one_rank_per_core, ranks_by_host, speed_exponent
+from fourfold.calibrate.machine_speed import SpeedProbe, one_rank_per_core, ranks_by_host, speed_exponent
 from fourfold.calibrate.robust_stats import KNOWN, interquartile_mean, interquartile_range, strays
 from fourfold.graph import Graph
 from fourfold.graph.spec import TensorSpec
@@ -101,7 +101,7 @@ def samples(lowered: LoweredPlan, dtypes: Mapping[str, str], known: Iterable[str
     return out
 
 
-class Alone(World):
+class SingleRankWorld(World):
     """A member of a mesh whose collectives run on itself alone."""
 
     def __init__(self, mesh: Mesh, member: int, device: torch.device, group: Any) -> None:
@@ -121,74 +121,74 @@ class Alone(World):
         return tensor.unsqueeze(0).expand(self.extent(axes), *tensor.shape).clone()
 
 
-class Timing:
-    """Kernels and what was found of them until now, round by round."""
+class KernelTimings:
+    """Kernels and their times so far, round by round."""
 
     def __init__(self, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype]) -> None:
         self.wanted, self.dtypes = list(wanted), dtypes
         self._powers = {sample.kernel.key: speed_exponent(arithmetic(sample.kernel)) for sample in self.wanted}
-        self._found: list[Found] = []
+        self._samples: list[TimedOnce] = []
 
-    def take(self, ranks: RankPool, some: Sequence[Sample], *, alone: bool) -> None:
-        """Time some of them once more: in a crowd, and alone too."""
-        self._found += ranks(time_once, some, self.dtypes, alone)[0]
+    def time_round(self, ranks: RankPool, some: Sequence[Sample], *, alone: bool) -> None:
+        """Time some of the kernels once more on all ranks at once and, with `alone`, on one rank too."""
+        self._samples += ranks(time_once, some, self.dtypes, alone)[0]
 
-    def unsure(self, pace: float) -> list[Sample]:
+    def uncertain(self, pace: float) -> list[Sample]:
         """The kernels whose times, normalised to a pace, still spread too far."""
-        told = self._told(pace)
-        return [sample for sample in self.wanted if told[sample.kernel.key].strays]
+        normalised = self._normalised(pace)
+        return [sample for sample in self.wanted if normalised[sample.kernel.key].strays]
 
     def times(self, pace: float) -> dict[str, KernelTime]:
         """By key, normalised to a pace of the machine (`calibrate.machine_speed`; 0: not normalised)."""
-        return {key: told.joined() for key, told in self._told(pace).items()}
+        return {key: normalised.kernel_time() for key, normalised in self._normalised(pace).items()}
 
-    def _told(self, pace: float) -> dict[str, _Told]:
-        out: dict[str, _Told] = {}
-        for k, one in enumerate(self._found):
-            now = statistics.median(other.look for other in self._found[max(k - AROUND, 0) : k + AROUND + 1])
+    def _normalised(self, pace: float) -> dict[str, _NormalisedTimes]:
+        out: dict[str, _NormalisedTimes] = {}
+        for k, one in enumerate(self._samples):
+            now = statistics.median(other.pace_now for other in self._samples[max(k - AROUND, 0) : k + AROUND + 1])
             calm = pace / now if pace else 1.0
-            told = out.setdefault(one.key, _Told([], []))
-            told.crowded.append(one.crowded.at(calm, self._powers[one.key]))
+            normalised = out.setdefault(one.key, _NormalisedTimes([], []))
+            normalised.crowded.append(one.crowded.at(calm, self._powers[one.key]))
             if one.single is not None:
-                told.single.append(one.single.at(calm, self._powers[one.key]))
+                normalised.single.append(one.single.at(calm, self._powers[one.key]))
         return out
 
 
-def timed(
+def time_kernels(
     ranks: RankPool, wanted: Iterable[Sample], dtypes: Mapping[str, torch.dtype], rounds: Rounds, pace: float
 ) -> dict[str, KernelTime]:
     """The times of kernels on the machine the ranks run on, normalised to a pace of it."""
-    timing = Timing(wanted, dtypes)
+    timing = KernelTimings(wanted, dtypes)
     for number in range(rounds.most):
-        again = timing.wanted if number < rounds.least else timing.unsure(pace)
+        again = timing.wanted if number < rounds.least else timing.uncertain(pace)
         if not again:
             break
-        timing.take(ranks, again, alone=number < rounds.least)
+        timing.time_round(ranks, again, alone=number < rounds.least)
     return timing.times(pace)
 
 
-def time_once(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone: bool) -> list[Found]:
+def time_once(wanted: Sequence[Sample], dtypes: Mapping[str, torch.dtype], alone: bool) -> list[TimedOnce]:
     """Kernels timed once, on the first ranks of hosts; all ranks of the process group must call with the same list."""
     own = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     hosts = ranks_by_host()
     crowd, group = one_rank_per_core(hosts)
-    me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], MachineSpeed()
+    me, first, work = dist.get_rank(), [ranks[0] for ranks in hosts], SpeedProbe()
     calm = any(me in ranks for ranks in crowd)
     clock = time.thread_time if hosts != crowd else time.perf_counter
     busy = max(map(len, hosts)) > 1
-    found: list[Found] = []
+    found: list[TimedOnce] = []
     for sample in wanted:
-        run = _Run(sample, own, dtypes)
+        run = _KernelRun(sample, own, dtypes)
         repeats = _first_rank_says(run.repeats)
         if calm:
             dist.barrier(group)
-        look = work() if calm else 0.0
+        pace_now = work() if calm else 0.0
         single = run.series(repeats) if me in first and (alone or not busy) else None
         dist.barrier()
         crowded = run.series(repeats, dist.barrier, clock) if busy else single
         dist.barrier()
         if me in first and crowded is not None:
-            found.append(Found(sample.kernel.key, look, single, crowded))
+            found.append(TimedOnce(sample.kernel.key, pace_now, single, crowded))
     dist.destroy_process_group(own)
     if calm:
         dist.destroy_process_group(group)
@@ -217,18 +217,18 @@ class _Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A kernel's key, a look at the pace, times alone (in the first rounds) and in a crowd."""
+class TimedOnce:
+    """One round of a kernel: its key, the machine's pace, times on one rank alone (in the first rounds) and on all ranks."""
 
     key: str
-    look: float
+    pace_now: float
     single: _Times | None
     crowded: _Times
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What was found of a kernel in turn, at one pace."""
+class _NormalisedTimes:
+    """The times of a kernel by round, normalised to one pace."""
 
     single: list[_Times]
     crowded: list[_Times]
@@ -239,53 +239,55 @@ class _Told:
         both = [times.both for times in self.crowded]
         return strays(both, KNOWN if interquartile_mean(both) < LONG else KNOWN_LONG)
 
-    def joined(self) -> KernelTime:
-        one, many = _middle(self.single, "both"), _middle(self.crowded, "both")
+    def kernel_time(self) -> KernelTime:
+        one, many = _mean_seconds(self.single, "both"), _mean_seconds(self.crowded, "both")
         return KernelTime(
-            forward=rounded(_middle(self.single, "forward")),
-            backward=rounded(_middle(self.single, "backward")),
+            forward=rounded(_mean_seconds(self.single, "forward")),
+            backward=rounded(_mean_seconds(self.single, "backward")),
             busy=rounded(max(many / one, 1.0)) if one else 1.0,
             spread=rounded(interquartile_range(times.both for times in self.crowded) / many) if many else 0.0,
         )
 
 
-def _middle(found: Sequence[_Times], which: str) -> float:
+def _mean_seconds(found: Sequence[_Times], which: str) -> float:
     return interquartile_mean((getattr(times, which) for times in found), (times.weight for times in found))
 
 
-def _links(kernel: Kernel) -> int:
+def _chain_length(kernel: Kernel) -> int:
     """How often a kernel is run in a row: always the same for the same one, since its share of what entering the engine costs
     depends on it."""
-    return round(CHAIN_SECONDS / sum(_parts(kernel)))
+    return round(CHAIN_SECONDS / sum(_rough_seconds(kernel)))
 
 
 def arithmetic(kernel: Kernel) -> float:
     """The share of arithmetic in its time, about."""
-    computing, other = _parts(kernel)
+    computing, other = _rough_seconds(kernel)
     return computing / (computing + other)
 
 
-def _parts(kernel: Kernel) -> tuple[float, float]:
+def _rough_seconds(kernel: Kernel) -> tuple[float, float]:
     """Seconds of arithmetic and of all else, about, on some core."""
     flops, moved = kernel.flops + kernel.backward_flops, kernel.moved + kernel.backward_moved
     return flops / CORE_FLOPS, moved / CORE_BYTES + ENTERED
 
 
-class _Run:
+class _KernelRun:
     """One kernel bound to made-up tensors. A short one is run several times in a row before one backward goes through all: in a
     step the engine is entered once, not for every op."""
 
     def __init__(self, sample: Sample, group: Any, dtypes: Mapping[str, torch.dtype]) -> None:
         device = torch.device("cpu")
-        local = Local(Alone(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
+        local = Local(SingleRankWorld(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
         self.run: Callable[..., Any] = build(sample.step, local)
-        tensors = [_made(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)]
+        tensors = [
+            _random_operand(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)
+        ]
         stored = {p.name for p in sample.graph.parameters}
         self.fresh = next((k for k, name in enumerate(sample.step.op.operands) if name not in stored), None)
         self.chain, self.others = [tensors], torch.zeros(2, FLUSHED // 4)
         seconds = sum(self.once())
         self.repeats = max(LEAST_REPEATS, min(REPEATS, round(SERIES_SECONDS / seconds)))
-        links = range(1, _links(sample.kernel))
+        links = range(1, _chain_length(sample.kernel))
         self.chain += [[t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in links]
 
     def once(self, together: Callable[[], Any] = lambda: None, clock: Clock = time.perf_counter) -> tuple[float, float]:
@@ -322,9 +324,9 @@ class _Run:
         return _Times(statistics.mean(f for f, _ in kept), statistics.mean(b for _, b in kept))
 
 
-def _made(spec: TensorSpec, gradient: bool) -> Tensor:
-    """Numbers of a shape: for floats positive ones of which many are equal, as behind a rectifier (it matters to maxima); zeros
-    for indices."""
+def _random_operand(spec: TensorSpec, gradient: bool) -> Tensor:
+    """A tensor of random values: floats are positive and many are equal, as after a ReLU (it matters to maxima); indices are
+    zero."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         some = torch.randn(min(spec.numel, DRAWN), dtype=dtype).clamp_(min=0).add_(0.1)

@@ -24,10 +24,10 @@ from fourfold.runtime.comm.shared.memory import host_of_this_process
 
 VERSION = 1  # of the file that stores the pace
 LOOKS = 10  # measurements of the pace, each time a calibration asks
-LEAST_FELT, MOST_FELT = 0.4, 0.9  # exponents k: of times without arithmetic, and of arithmetic alone
+LEAST_EXPONENT, MOST_EXPONENT = 0.4, 0.9  # exponents k: of times without arithmetic, and of arithmetic alone
 
 
-class MachineSpeed:
+class SpeedProbe:
     """The work: about ten milliseconds of one core."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class MachineSpeed:
 
 def speed_exponent(arithmetic: float = 0.0) -> float:
     """The exponent k of a time, by the share of arithmetic in it."""
-    return LEAST_FELT + (MOST_FELT - LEAST_FELT) * arithmetic
+    return LEAST_EXPONENT + (MOST_EXPONENT - LEAST_EXPONENT) * arithmetic
 
 
 def machine_name() -> str:
@@ -93,7 +93,7 @@ def measure_speed() -> float:
     crowd, group = one_rank_per_core(ranks_by_host())
     times = []
     if any(dist.get_rank() in ranks for ranks in crowd):
-        work = MachineSpeed()
+        work = SpeedProbe()
         for _ in range(1 + LOOKS):
             dist.barrier(group)
             times.append(work())

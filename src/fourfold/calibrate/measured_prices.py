@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from fourfold.calibrate.kernel_table import add_kernels, known_prices, load_kernels
-from fourfold.calibrate.kernels import ROUNDS, Rounds, Sample, samples_of, timed
+from fourfold.calibrate.kernels import ROUNDS, Rounds, Sample, samples_of, time_kernels
 from fourfold.calibrate.machine_speed import machine_name
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import Damaged, InvalidInput
@@ -18,7 +18,7 @@ from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.runtime.comm.shared.memory import host_of_this_process
 from fourfold.runtime.execution.precision import PRECISIONS
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, share
 from fourfold.workload.workload import load_workload
 
@@ -36,7 +36,7 @@ def here(cluster: Cluster) -> Cluster:
     return replace(cluster, measured=replace(cluster.measured, kernels=name))
 
 
-def kernels_of(models: Iterable[str], ranks: Ranks | TorchrunRanks, *, batch: int | None = None) -> list[Sample]:
+def kernels_of(models: Iterable[str], ranks: LocalRanks | TorchrunRanks, *, batch: int | None = None) -> list[Sample]:
     """The kernels of MODELs, divided by data over the ranks."""
     seen = [load_workload(text, batch=batch, data=False) for text in models]
     plans = [lower_plan(one.graph, one.plan("data", ranks=ranks.count)) for one in seen]
@@ -44,7 +44,7 @@ def kernels_of(models: Iterable[str], ranks: Ranks | TorchrunRanks, *, batch: in
 
 
 def predict_on_ranks(
-    lowered: LoweredPlan, ranks: Ranks | TorchrunRanks, *, cluster: Cluster | None, precision: Precision, optimizer: str
+    lowered: LoweredPlan, ranks: LocalRanks | TorchrunRanks, *, cluster: Cluster | None, precision: Precision, optimizer: str
 ) -> Prediction | None:
     """A plan's step before the ranks run it; kernels that no table has are timed first, once each. None where nothing is known
     of how the ranks are joined: several hosts and no cluster given."""
@@ -77,7 +77,9 @@ def check_here(cluster: Cluster, hosts: int) -> None:
         raise InvalidInput(f"{found}; give the file that `fourfold calibrate` wrote here")
 
 
-def timing(cluster: Cluster, ranks: Ranks | TorchrunRanks, precision: Precision) -> Callable[[Iterable[LoweredPlan]], Prices]:
+def timing(
+    cluster: Cluster, ranks: LocalRanks | TorchrunRanks, precision: Precision
+) -> Callable[[Iterable[LoweredPlan]], Prices]:
     """For the planner: times the kernels of plans on the ranks, which must be those of the cluster."""
     check_here(cluster, len(set(ranks(host_of_this_process))))
     if precision not in DTYPES:
@@ -88,7 +90,7 @@ def timing(cluster: Cluster, ranks: Ranks | TorchrunRanks, precision: Precision)
 def measured_prices(
     plans: Iterable[LoweredPlan],
     cluster: Cluster,
-    ranks: Ranks | TorchrunRanks,
+    ranks: LocalRanks | TorchrunRanks,
     *,
     precision: Precision = "fp32",
     rounds: Rounds = ROUNDS,
@@ -100,7 +102,7 @@ def measured_prices(
     known = share(ranks, lambda: load_kernels(name))
     missing = samples_of(plans, DTYPES[precision], known)
     if missing:
-        found = timed(ranks, missing.values(), PRECISIONS[precision], rounds, cluster.kinds[0].pace)
+        found = time_kernels(ranks, missing.values(), PRECISIONS[precision], rounds, cluster.kinds[0].pace)
         known = {**known, **found}
         if is_leader():
             add_kernels(name, found)

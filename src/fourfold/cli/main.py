@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from fourfold.errors import Error, InvalidInput, WorkerFailed
-from fourfold.runtime.host.peers import end_with_torchrun, lost_rank, reports_first, started_by_torchrun
+from fourfold.runtime.host.peers import claim_failure_report, exit_with_torchrun, lost_rank, started_by_torchrun
 
 OURS, INTERRUPTED = 70, 130
 LATER_SECONDS = 0.05  # until an interrupt is tried again
@@ -129,7 +129,7 @@ def _importing(frame: FrameType | None) -> bool:
 def _end_under_torchrun() -> None:
     """End with torchrun, and when it asks for an end: a rank that waits for another in C++ runs no handler of Python's, and
     would be killed without a word. A thread that hears of signals at once gives it some seconds."""
-    end_with_torchrun()
+    exit_with_torchrun()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -197,7 +197,7 @@ def _report_interrupt() -> int:
 
 
 def _print_line(text: str, code: int) -> int:
-    if reports_first():
+    if claim_failure_report():
         print(f"fourfold: {' '.join(text.split())}", file=sys.stderr)
     return code
 

@@ -3,7 +3,7 @@
 from fourfold.cluster.catalog import LOCAL, cluster_named, efficiency_data, preset, preset_names
 from fourfold.cluster.files import cluster_text, load_cluster, save_calibration, save_cluster
 from fourfold.cluster.local import local
-from fourfold.cluster.measured import COLLECTIVES, OWN, Collective, Curve, Measured, Waits
+from fourfold.cluster.measured import COLLECTIVES, NON_WAITING, Collective, Curve, Measured, Waits
 from fourfold.cluster.parts import KINDS, PRECISIONS, Device, Kind, Link, Nodes, Precision, Sources
 from fourfold.cluster.spec import Cluster
 
@@ -11,7 +11,7 @@ __all__ = [
     "COLLECTIVES",
     "KINDS",
     "LOCAL",
-    "OWN",
+    "NON_WAITING",
     "PRECISIONS",
     "Cluster",
     "Collective",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import InvalidInput
-from fourfold.files import json_text, parsed_json, read_text, write_file
+from fourfold.files import json_text, parse_json, read_text, write_file
 
 MOST_CACHED = 64 * 2**20  # bytes of a cache file: graphs hold the bytes of their constants
 MOST_CACHED_BRACKETS = 4_000_000
@@ -47,10 +47,10 @@ def pace_file(name: str) -> Path:
 
 
 def read_cached(path: Path, version: int) -> dict[str, Any] | None:
-    """What a cache file holds; None if there is none, or if its version or its content hash is off. A cache that cannot be used
-    is no mistake of the user's: what it held is measured or captured again."""
+    """The content of a cache file; None if it is missing or its version or content hash is wrong. That is no error: the content
+    is measured or captured again."""
     try:
-        data = parsed_json(read_text(path, most=MOST_CACHED), brackets=MOST_CACHED_BRACKETS)
+        data = parse_json(read_text(path, most=MOST_CACHED), brackets=MOST_CACHED_BRACKETS)
     except (OSError, InvalidInput, ValueError):
         return None
     if not isinstance(data, dict) or data.pop("version", None) != version or data.pop("hash", None) != content_hash(data):
@@ -62,11 +62,11 @@ def write_cached(path: Path, version: int, content: Mapping[str, Any]) -> None:
     """Write a cache file, with its version and the hash of its content; not one that is too large to be read."""
     text = json_text({"version": version, "hash": content_hash(content), **content})
     if len(text) <= MOST_CACHED:
-        write_below(path, text)
+        write_with_folders(path, text)
 
 
-def write_below(path: Path, text: str) -> None:
-    """Write a file of the cache and create its folders."""
+def write_with_folders(path: Path, text: str) -> None:
+    """Write a file and create its folders."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,7 +39,7 @@ def cluster_named(text: str, *, devices: int | None = None) -> Cluster:
         calibration = calibration_file(ranks)
         return load_calibration(calibration, ranks) if calibration.is_file() else local(devices)
     found = preset(text) if text in preset_names() else _from_file(text)
-    return found if devices is None else found.sized(devices)
+    return found if devices is None else found.with_size(devices)
 
 
 @cache
@@ -54,8 +54,8 @@ def _from_file(text: str) -> Cluster:
     path = Path(text)
     if path.suffix != ".toml" and not path.is_file():
         known = (*preset_names(), LOCAL)
-        near = nearest(text, known) or f"; there are {', '.join(known)}, and files that end in .toml"
-        raise InvalidInput(f"unknown cluster {text!r}{near}")
+        hint = nearest(text, known) or f"; there are {', '.join(known)}, and files that end in .toml"
+        raise InvalidInput(f"unknown cluster {text!r}{hint}")
     return load_cluster(path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fourfold.cluster import quantity as q
-from fourfold.cluster.cache import write_below
+from fourfold.cluster.cache import write_with_folders
 from fourfold.cluster.measured import COLLECTIVES, Collective, Curve, Measured, Waits
 from fourfold.cluster.parts import KINDS, PRECISIONS, Device, Kind, Link, Nodes, Sources
 from fourfold.cluster.spec import Cluster
@@ -38,13 +38,13 @@ def load_cluster(path: Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster file that reads back as the same value."""
-    write_below(path, cluster_text(cluster))
+    write_with_folders(path, cluster_text(cluster))
 
 
 def save_calibration(cluster: Cluster, path: Path) -> None:
     """Write what `calibrate` found into the cache, with the hash of its text."""
     text = cluster_text(cluster)
-    write_below(path, f"{_SEAL}{_hash(text)}\n{text}")
+    write_with_folders(path, f"{_SEAL}{_hash(text)}\n{text}")
 
 
 def load_calibration(path: Path, ranks: int) -> Cluster:
@@ -232,11 +232,11 @@ def _waits_entries(waits: Waits) -> dict[str, Any]:
 
 def _amounts(*lists: tuple[q.Quantity, tuple[float, ...]]) -> dict[str, list[float]]:
     """Those lists that have numbers."""
-    return dict(quantity.written(*values) for quantity, values in lists if values)
+    return dict(quantity.key_and_numbers(*values) for quantity, values in lists if values)
 
 
 def _amount(quantity: q.Quantity, value: float) -> dict[str, Any]:
-    key, (number,) = quantity.written(value)
+    key, (number,) = quantity.key_and_numbers(value)
     return {key: number}
 
 

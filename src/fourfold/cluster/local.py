@@ -33,8 +33,8 @@ def local(ranks: int | None = None) -> Cluster:
     )
 
 
-def suits(ranks: int) -> bool:
-    """Whether so many ranks may well be meant for this machine."""
+def may_run_locally(ranks: int) -> bool:
+    """Whether a plan of `ranks` ranks may be meant for this machine."""
     return ranks <= RANKS_A_CORE * usable_cores()
 
 

@@ -29,7 +29,7 @@ Collective = Literal[
 """The last four go through memory that the ranks of one node share: small gathers, sums of gradients and, where weights are
 stored divided, a weight copied together and a gradient dealt out, which wait for nobody: their times are a rank's own work."""
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-OWN: tuple[Collective, ...] = ("shared_fetch", "shared_give")
+NON_WAITING: tuple[Collective, ...] = ("shared_fetch", "shared_give")
 """Those that are a rank's own work."""
 
 
@@ -116,7 +116,7 @@ class Measured:
             if times > 1:
                 raise InvalidInput(f"{name} is given twice; keep one")
 
-    def of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
+    def curves_of(self, collective: Collective, level: str) -> tuple[Curve, ...]:
         """The curves of one collective at one level, by group size and number of groups."""
         found = (c for c in self.curves if c.collective == collective and c.level == level)
         return tuple(sorted(found, key=lambda c: (c.ranks, c.groups)))

@@ -53,7 +53,7 @@ class Quantity:
         """What a written number means. Rounded once, so that 5 us is the same float as 5e-6."""
         return float(Fraction(repr(number)) * self.factor(key))
 
-    def written(self, *values: float) -> tuple[str, list[float]]:
+    def key_and_numbers(self, *values: float) -> tuple[str, list[float]]:
         """The key and the numbers that stand for SI values, all in one unit."""
         exact = {self.keys[-1]: list(values)}
         for key, factor in zip(self.keys, self.units.values(), strict=True):

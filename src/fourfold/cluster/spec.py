@@ -49,7 +49,7 @@ class Cluster:
             if one.level not in levels:
                 raise InvalidInput(f"{one.name}, which is no link{nearest(one.level, levels)}")
         if not 1 <= self.size <= self.capacity:
-            raise _too_small(self, self.size)
+            raise _too_small_error(self, self.size)
 
     @property
     def capacity(self) -> int:
@@ -75,10 +75,10 @@ class Cluster:
     def _kinds(self) -> dict[str, Device]:
         return {kind.name: kind for kind in self.kinds}
 
-    def sized(self, devices: int) -> Cluster:
+    def with_size(self, devices: int) -> Cluster:
         """The same cluster with so many devices in use."""
         if not 1 <= devices <= self.capacity:
-            raise _too_small(self, devices)
+            raise _too_small_error(self, devices)
         return replace(self, size=devices)
 
     def device(self, rank: int) -> Device:
@@ -100,13 +100,13 @@ class Cluster:
         """The ranks in use on a node."""
         return range(min(self._first_device(node), self.size), min(self._first_device(node + 1), self.size))
 
-    def sharers(self, rank: int) -> int:
+    def ranks_per_device(self, rank: int) -> int:
         """How many ranks compute on this rank's device: those of its node where it is a shared processor, else one."""
         return len(self.node_ranks(self.node(rank))) if self.device(rank).cores else 1
 
     def memory(self, rank: int) -> float:
         """Bytes for one rank: those of its device, evenly shared where ranks share it."""
-        return self.device(rank).memory / self.sharers(rank)
+        return self.device(rank).memory / self.ranks_per_device(rank)
 
     def unit(self, rank: int, level: int) -> int:
         """Which unit of a level holds a rank, counted from 0. Below the innermost level every rank is its own unit."""
@@ -163,7 +163,7 @@ class Cluster:
         return self._firsts[run] + (node - self._runs[run]) * self.nodes[run].devices
 
 
-def _too_small(cluster: Cluster, devices: int) -> Exception:
+def _too_small_error(cluster: Cluster, devices: int) -> Exception:
     if devices < 1:
         return InvalidInput(f"{devices} devices of cluster {cluster.name!r}; ask for at least 1")
     text = f"cluster {cluster.name!r} has {cluster.capacity} devices, {devices} are asked for"

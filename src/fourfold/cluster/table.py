@@ -39,7 +39,7 @@ class ClusterTable(Table):
         known |= {f"{key}_source" for key in plain}
         for key in self.data:
             if key not in known:
-                self.fail(key, _without_unit(key, quantities) or self._unknown(key, known))
+                self.fail(key, _unit_hint(key, quantities) or self._unknown(key, known))
 
     def amount(self, quantity: Quantity, default: float | None = None) -> float:
         """A quantity in SI, under whichever of its units it was written."""
@@ -48,24 +48,24 @@ class ClusterTable(Table):
             if default is None:
                 self.fail(quantity.keys[0], f"is missing; give it in one of {', '.join(quantity.units)}")
             return default
-        return self._scaled(quantity, key, self.data[key])
+        return self._to_si(quantity, key, self.data[key])
 
     def amounts(self, quantity: Quantity) -> tuple[float, ...]:
         """A list of quantities, empty if it is not there."""
         key = self._key(quantity)
         if key is None:
             return ()
-        return tuple(self._scaled(quantity, key, value) for value in self.entries(key, "numbers", POINTS))
+        return tuple(self._to_si(quantity, key, value) for value in self.entries(key, "numbers", POINTS))
 
     def sources(self) -> Sources:
         end = f"_{SOURCE}"
         single = tuple(sorted((key.removesuffix(end), self.text(key, lines=True)) for key in self.data if key.endswith(end)))
         return Sources(whole=self.text(SOURCE, "", lines=True), single=single)
 
-    def _listed(self, key: str, found: Any) -> str:
+    def _list_error(self, key: str, found: Any) -> str:
         return f"must be written as [[{key}]]"
 
-    def _nested(self, key: str, found: Any) -> str:
+    def _table_error(self, key: str, found: Any) -> str:
         return f"must be written as [{key}.<name>]"
 
     def _key(self, quantity: Quantity) -> str | None:
@@ -74,7 +74,7 @@ class ClusterTable(Table):
             self.fail(found[1], f"stands beside {found[0]}; give one of them")
         return found[0] if found else None
 
-    def _scaled(self, quantity: Quantity, key: str, value: Any) -> float:
+    def _to_si(self, quantity: Quantity, key: str, value: Any) -> float:
         number = self._number(key, value)
         if number < 0 or (number == 0 and not quantity.zero):
             self.fail(key, f"is {number:g}, it must {'not be negative' if quantity.zero else 'be positive'}")
@@ -83,7 +83,7 @@ class ClusterTable(Table):
         return quantity.si(key, number)
 
 
-def _without_unit(key: str, quantities: Sequence[Quantity]) -> str:
+def _unit_hint(key: str, quantities: Sequence[Quantity]) -> str:
     """What is wrong with a key that is a quantity's but for its unit; nothing, if it is not."""
     for quantity in quantities:
         if key == quantity.name:
@@ -116,7 +116,7 @@ def _check_dots(text: str) -> None:
 
 def toml_text(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     """TOML of nested mappings, lists of mappings and plain values; plain ones come first in each table, empty lists go."""
-    lines = [f"{_name(key)} = {_plain(value)}\n" for key, value in data.items() if not _is_nested(value)]
+    lines = [f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in data.items() if not _is_nested(value)]
     for key, value in data.items():
         here = (*path, key)
         if isinstance(value, Mapping):
@@ -132,18 +132,18 @@ def _is_nested(value: Any) -> bool:
 
 
 def _dotted(path: tuple[str, ...]) -> str:
-    return ".".join(_name(part) for part in path)
+    return ".".join(_toml_key(part) for part in path)
 
 
-def _name(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _plain(key)
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
-def _plain(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(_plain(entry) for entry in value)}]"
+        return f"[{', '.join(_toml_value(entry) for entry in value)}]"
     return repr(value)

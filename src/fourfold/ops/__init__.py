@@ -15,12 +15,12 @@ from fourfold.ops import (
     rows,
     shape,
 )
-from fourfold.ops.nest import Kept, Loop, Nest, Window, find_rule, nest_of
+from fourfold.ops.nest import Loop, Nest, SavedExtra, Window, find_rule, nest_of
 
 __all__ = [
-    "Kept",
     "Loop",
     "Nest",
+    "SavedExtra",
     "Window",
     "attention",
     "conv",

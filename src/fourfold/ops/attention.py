@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kept, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Loop, Nest, SavedExtra, rule
 
 
 @rule("softmax.int", "log_softmax.int", "_softmax", "_log_softmax")
@@ -66,7 +66,7 @@ def attention(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * q[0] * heads * q[2] * k[2] * (q[3] + v[3]),
         saved=(0, 1, 2, -1) if q[3] == v[3] else (2,),
-        kept=_kept(head, (q, k, v), tuple(operands[3:]), call),
+        saved_extra=_saved_extra(head, (q, k, v), tuple(operands[3:]), call),
         detail={
             "causal": bool(call.get("is_causal", False)),
             "dropout": call.get("dropout_p", 0.0),
@@ -76,17 +76,17 @@ def attention(op: Op, graph: Graph) -> Nest | None:
     )
 
 
-def _kept(head: Dim, shapes: tuple[tuple[int, ...], ...], masks: tuple[tuple[Dim, ...], ...], call: Call) -> tuple[Kept, ...]:
-    """The logarithms of the sums; a mask of booleans as numbers. Written out, with dropout: weights, mask and their product.
-
-    Where the fast kernel does not apply (other widths of values, a mask with a gradient) torch keeps the weights and copies of
-    query and key too.
-    """
+def _saved_extra(
+    head: Dim, shapes: tuple[tuple[int, ...], ...], masks: tuple[tuple[Dim, ...], ...], call: Call
+) -> tuple[SavedExtra, ...]:
+    """The fused kernel saves the log-sum-exps, and a boolean mask as numbers. With dropout, torch computes attention op by op
+    and saves the weights, the mask and their product. Where values are of another width than queries, the fused kernel does not
+    apply either, and torch saves the weights and copies of query and key."""
     q, k, v = shapes
     weights: tuple[Dim, ...] = (("n",), head, ("t",), (k[2],))
     if call.get("dropout_p", 0.0):
-        return (Kept(weights), Kept(weights), Kept(weights))
+        return (SavedExtra(weights), SavedExtra(weights), SavedExtra(weights))
     if v[3] != q[3]:
-        return (Kept(weights), Kept((("n",), head, ("t",), (q[3],))), Kept((("n",), head, (k[2],), (q[3],))))
+        return (SavedExtra(weights), SavedExtra((("n",), head, ("t",), (q[3],))), SavedExtra((("n",), head, (k[2],), (q[3],))))
     boolean = bool(masks) and call.spec("attn_mask").dtype == "bool"
-    return (Kept((("n",), head, ("t",))), *(Kept(mask) for mask in masks if boolean))
+    return (SavedExtra((("n",), head, ("t",))), *(SavedExtra(mask) for mask in masks if boolean))

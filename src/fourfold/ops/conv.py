@@ -17,7 +17,7 @@ from typing import Any
 
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Call, Dim, Loop, Nest, Window, rule, spatial_label
-from fourfold.ops.window import Sliding, Transposed
+from fourfold.ops.window import SlidingWindow, TransposedWindow
 
 
 def _tuple(value: Any, count: int, default: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def conv_transpose(op: Op, graph: Graph) -> Nest | None:
 
 
 def _nest(call: Call, *, transposed: bool) -> Nest | None:
-    """Plain and transposed differ in the layout of the weight, the windows and what FLOPs are counted by."""
+    """Plain and transposed convolutions differ in the layout of the weight, in the windows and in the count of FLOPs."""
     x, w, y = call.shape("input"), call.shape("weight"), call.result
     count = len(w) - 2
     if len(x) != count + 2:
@@ -86,8 +86,8 @@ def _nest(call: Call, *, transposed: bool) -> Nest | None:
     windows: list[Dim] = []
     for i, (pad, _) in enumerate(padding):
         loops.append(Loop(name=f"d{i}", size=y[2 + i], labels=spatial_label(i)))
-        rows = Transposed if transposed else Sliding
-        need = rows(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=pad, dilation=dilation[i])
+        window = TransposedWindow if transposed else SlidingWindow
+        need = window(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=pad, dilation=dilation[i])
         windows.append((Window(f"d{i}", need),))
     filters: tuple[Dim, Dim] = (inside, ("f",)) if transposed else (outside, ("c",))
     operands: list[tuple[Dim, ...]] = [(("n",), inside, *windows), (*filters, *((k,) for k in kernel))]

@@ -1,5 +1,5 @@
-"""Table look-ups. `filter` divides the features, `channel` the vocabulary: rows a rank does not own count as zero, the
-result is Partial.
+"""Table look-ups. `filter` divides the features. `channel` divides the vocabulary: rows that a rank does not own count as zero,
+and the result is Partial.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Call, Dim, Loop, Nest, Window, rule
-from fourfold.ops.window import Shift
+from fourfold.ops.window import ShiftedWindow
 
 
 @rule("embedding")
@@ -68,7 +68,7 @@ def gather(op: Op, graph: Graph) -> Nest | None:
 def index(op: Op, graph: Graph) -> Nest | None:
     """``x[i, :, j]``: indexed dims are read whole, the others and the indices' own dims may be divided.
 
-    An index that merely counts (``arange`` in some shape) reads row k for result row k: that dim is divided with it.
+    An index that counts up by one (an ``arange`` in some shape) reads row k for result row k, so both dims are divided alike.
     """
     x, indices = graph.values[op.operands[0]].shape, op.args[1]
     at = [d for d, item in enumerate(indices) if item is not None]
@@ -119,7 +119,7 @@ def _row_by_row(graph: Graph, x: tuple[int, ...], indices: dict[int, str], width
         k = counts[0] + width - len(shape)
         if k not in taken:
             taken.add(k)
-            out[d] = (Window(f"b{k}", Shift(size=x[d], start=counts[1], count=max(shape))),)
+            out[d] = (Window(f"b{k}", ShiftedWindow(size=x[d], start=counts[1], count=max(shape))),)
     return out
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kept, Kind, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, SavedExtra, rule
 
 
 def _leading(shape: Sequence[int]) -> list[Loop]:
@@ -43,7 +43,7 @@ def linear(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(x) * w[0],
         saved=(0, 1),
-        when={0: (1,), 1: (0,)},
+        saved_if={0: (1,), 1: (0,)},
     )
 
 
@@ -67,7 +67,7 @@ def addmm(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * x[0] * x[1] * w[1],
         saved=(1, 2),
-        when={1: (2,), 2: (1,)},
+        saved_if={1: (2,), 2: (1,)},
     )
 
 
@@ -79,7 +79,7 @@ def matmul(op: Op, graph: Graph) -> Nest | None:
         return _vector_product(op, x, w)
     width = max(len(x), len(w)) - 2
     lead = call.result[:width]
-    heads = {i for i in range(1, width) if _aligned(x, lead, i) == _aligned(w, lead, i) == lead[i]}
+    heads = {i for i in range(1, width) if _aligned_size(x, lead, i) == _aligned_size(w, lead, i) == lead[i]}
     domains = iter(range(width + 1))
     loops = [
         *(Loop(name=f"b{i}", size=n, labels=_lead_label(i, heads, domains)) for i, n in enumerate(lead)),
@@ -103,19 +103,19 @@ def matmul(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(call.result) * x[-1],
         saved=tuple(k for k in (0, 1) if k not in repeated),
-        when={0: (1,), 1: (0,)},
-        kept=tuple(Kept((*full, *((size,) for size in (x, w)[k][-2:]))) for k in repeated),
+        saved_if={0: (1,), 1: (0,)},
+        saved_extra=tuple(SavedExtra((*full, *((size,) for size in (x, w)[k][-2:]))) for k in repeated),
     )
 
 
-def _aligned(shape: tuple[int, ...], lead: tuple[int, ...], i: int) -> int:
+def _aligned_size(shape: tuple[int, ...], lead: tuple[int, ...], i: int) -> int:
     """Size of an operand along leading dim i of the product; 1 where it lacks the dim."""
     at = i - (len(lead) - (len(shape) - 2))
     return shape[at] if at >= 0 else 1
 
 
 def _lead_label(i: int, heads: set[int], domains: Iterator[int]) -> tuple[str, ...]:
-    """The first leading dim is the batch. Dims that both factors have are heads, divided as features; others are domain."""
+    """The first leading dim is the batch. Dims that both factors have are heads and divided as features; others are domain."""
     if i == 0:
         return ("batch",)
     return ("filter",) if i in heads else (f"domain:{next(domains)}",)
@@ -134,7 +134,7 @@ def _vector_product(op: Op, x: tuple[int, ...], w: tuple[int, ...]) -> Nest | No
         anchor=True,
         flops=2 * math.prod(x),
         saved=(0, 1),
-        when={0: (1,), 1: (0,)},
+        saved_if={0: (1,), 1: (0,)},
     )
 
 
@@ -159,7 +159,7 @@ def baddbmm(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(x) * w[2],
         saved=(1, 2),
-        when={1: (2,), 2: (1,)},
+        saved_if={1: (2,), 2: (1,)},
     )
 
 
@@ -167,7 +167,7 @@ def baddbmm(op: Op, graph: Graph) -> Nest | None:
 def einsum(op: Op, graph: Graph) -> Nest | None:
     """Every letter is a loop; letters missing from the output are summed."""
     shapes = [graph.values[name].shape for name in op.operands]
-    equation = _spelled(str(op.args[0]).replace(" ", ""), [len(shape) for shape in shapes])
+    equation = _explicit_equation(str(op.args[0]).replace(" ", ""), [len(shape) for shape in shapes])
     if equation is None:
         return None
     inputs, output = equation.split("->")
@@ -191,12 +191,12 @@ def einsum(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * math.prod(sizes.values()),
         saved=tuple(range(len(terms))),
-        when={k: tuple(j for j in range(len(terms)) if j != k) for k in range(len(terms))},
+        saved_if={k: tuple(j for j in range(len(terms)) if j != k) for k in range(len(terms))},
     )
 
 
-def _spelled(equation: str, ranks: list[int]) -> str | None:
-    """An equation with its ellipsis as letters and its output written down; None if its ellipses differ in rank."""
+def _explicit_equation(equation: str, ranks: list[int]) -> str | None:
+    """An equation with its ellipsis as letters and an explicit output; None if its ellipses differ in rank."""
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
     widths = {rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True) if "..." in term}

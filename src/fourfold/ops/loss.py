@@ -1,17 +1,17 @@
-"""Losses as the captured scalar: every shard adds its terms, divided by the global denominator, so the result is Partial."""
+"""Losses. Every shard sums its own terms and divides by the global denominator, so the scalar result is Partial."""
 
 from __future__ import annotations
 
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kept, Kind, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Kind, Loop, Nest, SavedExtra, rule
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's reduction codes."""
 
 _SAVED: dict[str, tuple[int, ...]] = {"kl_div": (1,), "l1_loss": (), "poisson_nll_loss": (1,)}
-"""What some elementwise losses keep; the others keep all they read."""
+"""The operands that some elementwise losses save; the others save all."""
 
 
 @rule("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
@@ -38,7 +38,7 @@ def cross_entropy(op: Op, graph: Graph) -> Nest | None:
         kernel="cross_entropy",
         flops=6 * math.prod(x),
         saved=(*(() if logits else (0,)), *(() if soft and smooth else (1,)), *range(2, len(operands))),
-        kept=_kept(dims, soft=soft, smooth=smooth) if logits else (),
+        saved_extra=_saved_extra(dims, soft=soft, smooth=smooth) if logits else (),
         detail={
             "reduction": reduction,
             "weight": call["weight"] is not None,
@@ -52,11 +52,11 @@ def cross_entropy(op: Op, graph: Graph) -> Nest | None:
     )
 
 
-def _kept(dims: tuple[Dim, ...], *, soft: bool, smooth: bool) -> tuple[Kept, ...]:
-    """The log-softmax of the logits; smoothed, also the targets that were mixed, or which of them count."""
+def _saved_extra(dims: tuple[Dim, ...], *, soft: bool, smooth: bool) -> tuple[SavedExtra, ...]:
+    """The log-softmax of the logits; with label smoothing, also the mixed targets or the mask of targets that count."""
     rows = tuple(d for i, d in enumerate(dims) if i != 1)
-    more = (Kept(dims),) if soft else (Kept(rows, 1),)
-    return (Kept(dims), *(more if smooth else ()))
+    more = (SavedExtra(dims),) if soft else (SavedExtra(rows, 1),)
+    return (SavedExtra(dims), *(more if smooth else ()))
 
 
 @rule(
@@ -99,6 +99,8 @@ def elementwise(op: Op, graph: Graph) -> Nest | None:
         kernel="elementwise_loss",
         flops=4 * math.prod(full),
         saved=() if log else _SAVED.get(name, tuple(range(len(shapes)))),
-        kept=(Kept(tuple((loop.name,) for loop in loops)),) if log or name in ("l1_loss", "poisson_nll_loss") else (),
+        saved_extra=(SavedExtra(tuple((loop.name,) for loop in loops)),)
+        if log or name in ("l1_loss", "poisson_nll_loss")
+        else (),
         detail={"reduction": reduction, "position": position, "count": math.prod(full)},
     )

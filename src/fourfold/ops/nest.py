@@ -1,8 +1,8 @@
-"""How an op may be split, said as a nest of loops: the one form every op rule takes.
+"""How an op may be split, described as a nest of loops. Every op rule returns one.
 
-An op is read as loops over its index space, as in an einsum: a convolution is ``n f c`` and one loop per spatial dim.
-Each dim of each operand and result is a product of loops, or a window onto one. Splitting an op over a mesh axis means
-splitting one loop; from the nest alone follows what every operand must hold and what every result becomes:
+An op is a set of loops over its index space, as in an einsum: a convolution is ``n f c`` and one loop per spatial dim. Each
+dim of each operand and result is a product of loops, or a window onto one. Splitting an op over a mesh axis means splitting
+one loop. The nest determines what every operand must hold and what every result becomes:
 
 - an operand that has the loop is sharded along it, one that lacks it is replicated and its gradient is partial;
 - a result that has the loop is sharded, one that lacks it is partial (a `sum` loop) or the same everywhere (`joint`).
@@ -28,8 +28,8 @@ class Loop:
     """One loop of a nest.
 
     `labels` are the splits that mean this loop (``batch``, ``filter``, ``channel``, ``domain:0``...). `unit` and `outer` say
-    where it may be cut: the loop is `outer` equal blocks, each cut at multiples of `unit`. Loops with the same `tied` name are
-    split together, by the same axes.
+    where it may be cut: the loop is `outer` equal blocks, each cut at multiples of `unit`. Loops with the same `tie` are split
+    together, by the same axes.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Loop:
     kind: Kind = "map"
     unit: int = 1
     outer: int = 1
-    tied: str = ""
+    tie: str = ""
 
 
 class Need(Protocol):
-    """What a window reads: input indices from output indices. A value, so that answers can be kept."""
+    """Which input indices a window reads for given output indices. Hashable, so that results can be cached."""
 
     def __call__(self, outputs: IndexSet) -> IndexSet: ...
 
@@ -51,7 +51,7 @@ class Need(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """An operand dim read through a window: output indices of `loop` need the input indices `need` gives."""
+    """An operand dim read through a window: output indices ``o`` of `loop` read the input indices ``need(o)``."""
 
     loop: str
     need: Need
@@ -71,11 +71,9 @@ Dim = tuple[Term, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Memory an op keeps for backward that is none of its operands or results: its dims, and bytes of an element.
-
-    Without `item` an element is as large as one of the first result. `page`: it is rounded up to a multiple of this.
-    """
+class SavedExtra:
+    """Memory an op saves for backward besides its operands and results. `item`: bytes of an element, by default those of the
+    first result. `page`: its bytes are rounded up to a multiple of this."""
 
     dims: tuple[Dim, ...]
     item: int = 0
@@ -84,13 +82,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nest:
-    """The loops of one op and how its tensors lie along them.
+    """The loops of one op, and the dims of its operands and results in terms of them.
 
-    `linear`: operands in which the op is jointly linear, so that partial values may pass. `kernel`: the runtime's way to run a
+    `linear`: operands in which the op is jointly linear, so that partial values may pass. `kernel`: the runtime's kernel for a
     shard, where the plain ATen call does not do. `anchor`: the op has a split of its own; others follow their inputs.
-    `saved`: operands (``0, 1...``) and results (``-1, -2...``) autograd keeps for backward; `when`: operands it keeps only if
-    one of these operands needs a gradient; `kept`: what else it keeps. All three are of the op itself: where a kernel with
-    collectives takes its place, `plans.lists.saved_tensors` knows what that keeps.
+    `saved`: operands (``0, 1...``) and results (``-1, -2...``) that autograd saves for backward; `saved_if`: operands it saves
+    only if one of these operands needs a gradient; `saved_extra`: what else it saves. All three describe the op itself: where a
+    kernel with collectives takes its place, `plans.lists.saved_tensors` knows what that saves.
     """
 
     loops: tuple[Loop, ...]
@@ -101,19 +99,20 @@ class Nest:
     anchor: bool = False
     flops: int = 0
     saved: tuple[int, ...] = ()
-    when: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    kept: tuple[Kept, ...] = ()
+    saved_if: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    saved_extra: tuple[SavedExtra, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def loop(self, name: str) -> Loop:
         return next(loop for loop in self.loops if loop.name == name)
 
-    def labelled(self, label: str) -> tuple[Loop, ...]:
+    def loops_with_label(self, label: str) -> tuple[Loop, ...]:
+        """The loops that a split with this label may divide."""
         return tuple(loop for loop in self.loops if label in loop.labels and loop.kind != "whole")
 
 
 Rule = Callable[[Op, Graph], Nest | None]
-"""A rule may answer None: this call has a form it does not cover, and the op runs replicated."""
+"""A rule returns None for a call it does not cover; the op then runs replicated."""
 
 _RULES: dict[str, Rule] = {}
 
@@ -140,17 +139,18 @@ def find_rule(op: Op) -> Rule | None:
 
 
 def nest_of(op: Op, graph: Graph) -> Nest:
-    """The nest of an op: by its rule, or one that runs it whole on every rank."""
+    """The nest that the op's rule returns, or else one that runs it whole on every rank."""
     memo: dict[str, Nest] = graph.memo.setdefault("nests", {})
     if op.name not in memo:
-        found = find_rule(op)
-        nest = found(op, graph) if found else None
-        memo[op.name] = same(nest if nest is not None else replicated(op, graph), graph)
+        op_rule = find_rule(op)
+        nest = op_rule(op, graph) if op_rule else None
+        memo[op.name] = intern_nest(nest if nest is not None else replicated_nest(op, graph), graph)
     return memo[op.name]
 
 
-def same(nest: Nest, graph: Graph) -> Nest:
-    """The first nest of a graph that equals this one: layers repeat, and what is derived of one holds for all."""
+def intern_nest(nest: Nest, graph: Graph) -> Nest:
+    """The first nest of the graph that equals this one. Layers repeat; with one object for equal nests, results derived from it
+    are cached once."""
     known: dict[tuple[Any, ...], Nest] = graph.memo.setdefault("kinds of nests", {})
     key = (
         nest.loops,
@@ -161,24 +161,24 @@ def same(nest: Nest, graph: Graph) -> Nest:
         nest.anchor,
         nest.flops,
         nest.saved,
-        tuple(nest.when.items()),
-        nest.kept,
+        tuple(nest.saved_if.items()),
+        nest.saved_extra,
         repr(nest.detail),
     )
     return known.setdefault(key, nest)
 
 
-def replicated(op: Op, graph: Graph) -> Nest:
-    """No split at all: operands gathered, the op run on every rank."""
+def replicated_nest(op: Op, graph: Graph) -> Nest:
+    """A nest without splits: operands are gathered, and every rank runs the op."""
 
     def whole(names: tuple[str, ...]) -> tuple[tuple[Dim, ...], ...]:
         return tuple(tuple((int(size),) for size in graph.values[name].shape) for name in names)
 
-    return Nest(loops=(), operands=whole(op.operands), results=whole(op.results), kernel="replicated")
+    return Nest(loops=(), operands=whole(op.operands), results=whole(op.results), kernel="replicated_nest")
 
 
 class Call:
-    """Arguments of an op by position or keyword, with the shapes of its tensors: what rules read."""
+    """The arguments of an op by name, whether positional or by keyword, and the shapes of its tensors."""
 
     def __init__(self, op: Op, graph: Graph, names: str) -> None:
         self.op, self.graph = op, graph

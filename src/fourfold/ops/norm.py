@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kept, Loop, Nest, rule
+from fourfold.ops.nest import Call, Dim, Loop, Nest, SavedExtra, rule
 
 
 def _nest(
@@ -18,10 +18,10 @@ def _nest(
     x: tuple[Dim, ...],
     operands: list[tuple[Dim, ...]],
     kernel: str,
-    kept: tuple[Kept, ...],
+    saved_extra: tuple[SavedExtra, ...],
     weights: tuple[str, ...],
 ) -> Nest:
-    """`weights`: of the operands that follow the input, those torch's backward reads, where they are given."""
+    """`weights`: the names of the affine operands that torch's backward reads, if the call has them."""
     given = [name for name in ("weight", "bias") if name in call.names and call[name] is not None]
     saved = (0, *(1 + given.index(name) for name in weights if name in given))
     return Nest(
@@ -31,7 +31,7 @@ def _nest(
         kernel=kernel,
         flops=8 * math.prod(call.result),
         saved=saved,
-        kept=kept,
+        saved_extra=saved_extra,
     )
 
 
@@ -50,8 +50,8 @@ def batch_norm(op: Op, graph: Graph) -> Nest | None:
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     stats: list[tuple[Dim, ...]] = [(("c",),) for _ in given]
     if whole_batch:
-        return _nest(call, tuple(loops), dims, stats, "batch_norm", (Kept((("c",),)),) * 2 if joint else (), ("weight",))
-    rows = Kept((("n",), ("c",)))  # moments, and weight and running moments repeated for every sample
+        return _nest(call, tuple(loops), dims, stats, "batch_norm", (SavedExtra((("c",),)),) * 2 if joint else (), ("weight",))
+    rows = SavedExtra((("n",), ("c",)))  # of moments, weight and running moments, each repeated for every sample
     count = 2 * joint + ("weight" in given) + 2 * ("running_mean" in given)
     return _nest(call, tuple(loops), dims, stats, "instance_norm", (rows,) * count, ())
 
@@ -68,7 +68,7 @@ def group_norm(op: Op, graph: Graph) -> Nest | None:
     )
     dims: tuple[Dim, ...] = (("n",), ("g", "c"), *((f"d{i}",) for i in range(len(x) - 2)))
     affine: list[tuple[Dim, ...]] = [(("g", "c"),) for name in ("weight", "bias") if call[name] is not None]
-    return _nest(call, loops, dims, affine, "group_norm", (Kept((("n",), ("g",))),) * 2, ("weight",))
+    return _nest(call, loops, dims, affine, "group_norm", (SavedExtra((("n",), ("g",))),) * 2, ("weight",))
 
 
 @rule("layer_norm", "rms_norm")
@@ -82,8 +82,8 @@ def layer_norm(op: Op, graph: Graph) -> Nest | None:
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     names = ("weight",) if op.target.startswith("aten.rms") else ("weight", "bias")
     affine: list[tuple[Dim, ...]] = [dims[first:] for name in names if call[name] is not None]
-    moments = Kept(dims[:first])
-    kept = (moments, moments)
+    moments = SavedExtra(dims[:first])
+    saved_extra = (moments, moments)
     if op.target.startswith("aten.rms"):  # the normalised rows too, where a weight multiplies them
-        kept = (moments, *((Kept(dims),) if affine else ()))
-    return _nest(call, loops, dims, affine, "layer_norm", kept, names)
+        saved_extra = (moments, *((SavedExtra(dims),) if affine else ()))
+    return _nest(call, loops, dims, affine, "layer_norm", saved_extra, names)

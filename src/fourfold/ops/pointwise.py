@@ -1,4 +1,4 @@
-"""Ops that treat every element alone, with broadcasting; copies, casts and dropout among them.
+"""Elementwise ops with broadcasting; copies, casts and dropout among them.
 
 They follow their largest input. Partial sums pass where the op is linear: copies, sign changes, sums of partial values
 and products with plain numbers.
@@ -7,7 +7,7 @@ and products with plain numbers.
 from __future__ import annotations
 
 from fourfold.graph import Graph, Op, Ref
-from fourfold.ops.nest import Dim, Kept, Loop, Nest, rule
+from fourfold.ops.nest import Dim, Loop, Nest, SavedExtra, rule
 
 _LINEAR_ALL = ("aten.add.Tensor", "aten.sub.Tensor", "aten.neg", "aten.clone", "aten.alias", "aten.contiguous")
 _LINEAR_FIRST = ("aten.mul.Scalar", "aten.div.Scalar", "aten.mul.Tensor", "aten.div.Tensor")
@@ -59,11 +59,11 @@ _SAVES_NOTHING = (
     "isfinite",
     "floor_divide",
 )
-"""Others keep their operands: true of most, too much for a few."""
+"""All others are taken to save their operands: true of most, an overestimate for a few."""
 
 
 def broadcast(op: Op, graph: Graph, shape: tuple[int, ...]) -> tuple[tuple[Loop, ...], tuple[tuple[Dim, ...], ...]]:
-    """One loop per dim of the result, and each operand's dims against it, aligned at the right."""
+    """One loop per dim of the result, and each operand's dims in terms of them, aligned at the right."""
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(shape))
     operands = []
     for name in op.operands:
@@ -74,7 +74,7 @@ def broadcast(op: Op, graph: Graph, shape: tuple[int, ...]) -> tuple[tuple[Loop,
     return loops, tuple(operands)
 
 
-def _linear(op: Op) -> tuple[int, ...]:
+def _linear_operands(op: Op) -> tuple[int, ...]:
     if op.target.startswith(_LINEAR_ALL) and all(isinstance(a, Ref) for a in op.args[:1]):
         numbers = [a for a in op.args[1:] if not isinstance(a, Ref)]
         return tuple(range(len(op.operands))) if not numbers else ()
@@ -83,8 +83,8 @@ def _linear(op: Op) -> tuple[int, ...]:
     return ()
 
 
-def _saved(op: Op) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """What autograd keeps, and what of it only for the gradients of certain operands."""
+def _saved_operands(op: Op) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """`saved` and `saved_if` of a nest."""
     name, count = op.target.split(".")[1].rstrip("_"), len(op.operands)
     if name in _SAVES_RESULT:
         return (-1,), {}
@@ -142,17 +142,17 @@ def pointwise(op: Op, graph: Graph) -> Nest | None:
     shape = graph.values[op.results[0]].shape
     loops, operands = broadcast(op, graph, shape)
     numel = graph.values[op.results[0]].numel
-    saved, when = _saved(op)
+    saved, saved_if = _saved_operands(op)
     result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
     return Nest(
         loops=loops,
         operands=operands,
         results=(result,),
-        linear=_linear(op),
+        linear=_linear_operands(op),
         flops=0 if op.target.startswith(("aten.clone", "aten.alias", "aten.detach", "aten.to")) else numel,
         saved=saved,
-        when=when,
-        kept=(Kept(result),) if op.target.startswith("aten.log_sigmoid") else (),
+        saved_if=saved_if,
+        saved_extra=(SavedExtra(result),) if op.target.startswith("aten.log_sigmoid") else (),
     )
 
 
@@ -168,25 +168,25 @@ def prelu(op: Op, graph: Graph) -> Nest | None:
 
 @rule("rand", "randn")
 def random_creation(op: Op, graph: Graph) -> Nest | None:
-    """Random numbers from nothing (drop path): drawn like masks, alike under every split."""
+    """Random tensors without an operand (drop path): the kernel draws the same numbers under every split."""
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(graph.values[op.results[0]].shape))
     return Nest(loops=loops, operands=(), results=(tuple((loop.name,) for loop in loops),), kernel="random")
 
 
 @rule("dropout", "feature_dropout", "alpha_dropout", "rand_like", "randn_like", "bernoulli", "native_dropout")
 def random(op: Op, graph: Graph) -> Nest | None:
-    """Random masks: the kernel draws them so that every split sees the same numbers."""
+    """Random masks: the kernel draws the same numbers under every split."""
     if len(op.operands) != 1 or len(op.results) != 1 or "native" in op.target or "alpha" in op.target:
         return None
     nest = pointwise(op, graph)
     assert nest is not None
-    mask: tuple[Kept, ...] = (Kept(nest.results[0]),) if op.target.startswith("aten.dropout") else ()
+    mask: tuple[SavedExtra, ...] = (SavedExtra(nest.results[0]),) if op.target.startswith("aten.dropout") else ()
     if op.target.startswith("aten.feature"):
-        mask = (Kept(nest.results[0][:2]),)
-    kept = mask if _drops(op) else ()
-    return Nest(loops=nest.loops, operands=nest.operands, results=nest.results, kernel="random", kept=kept)
+        mask = (SavedExtra(nest.results[0][:2]),)
+    saved_extra = mask if _drops(op) else ()
+    return Nest(loops=nest.loops, operands=nest.operands, results=nest.results, kernel="random", saved_extra=saved_extra)
 
 
 def _drops(op: Op) -> bool:
-    """Whether it is a dropout that drops anything."""
+    """Whether an op is a dropout in training mode with a rate above zero."""
     return "dropout" in op.target and bool(op.args[1]) and bool(op.args[2])

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Dim, Kept, Loop, Nest, Window, rule, spatial_label
-from fourfold.ops.window import Rows, Sliding
+from fourfold.ops.nest import Call, Dim, Loop, Nest, SavedExtra, Window, rule, spatial_label
+from fourfold.ops.window import RowMap, SlidingWindow
 
 
 def _tuple(value: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ def pool(op: Op, graph: Graph) -> Nest | None:
     windows: list[Dim] = []
     for i in range(count):
         loops.append(Loop(name=f"d{i}", size=y[2 + i], labels=spatial_label(i)))
-        need = Sliding(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=padding[i], dilation=dilation[i])
+        need = SlidingWindow(size=x[2 + i], kernel=kernel[i], stride=stride[i], pad=padding[i], dilation=dilation[i])
         windows.append((Window(f"d{i}", need),))
     result: tuple[Dim, ...] = (("n",), ("c",), *((f"d{i}",) for i in range(count)))
     return Nest(
@@ -59,7 +59,7 @@ def pool(op: Op, graph: Graph) -> Nest | None:
         kernel="max_pool" if is_max else "avg_pool",
         flops=math.prod(y) * math.prod(kernel),
         saved=(0, -2) if len(op.results) > 1 else (0,),
-        kept=(Kept(result, 8),) if is_max and len(op.results) == 1 else (),  # the places of the maxima
+        saved_extra=(SavedExtra(result, 8),) if is_max and len(op.results) == 1 else (),  # the places of the maxima
         detail={
             "kernel": kernel,
             "stride": stride,
@@ -100,7 +100,7 @@ def adaptive_pool(op: Op, graph: Graph) -> Nest | None:
         taps = tuple(tuple(range(o * size // out, -(-(o + 1) * size // out))) for o in range(out))
         weights = tuple(tuple(1.0 / len(t) for _ in t) for t in taps)
         loops.append(Loop(name=f"d{i}", size=out, labels=spatial_label(i)))
-        inputs.append((Window(f"d{i}", Rows(size=size, taps=taps, weights=weights)),))
+        inputs.append((Window(f"d{i}", RowMap(size=size, taps=taps, weights=weights)),))
         outputs.append((f"d{i}",))
     result: tuple[Dim, ...] = (("n",), ("c",), *outputs)
     return Nest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Dim, Kept, Loop, Nest, rule, whole_dims
+from fourfold.ops.nest import Dim, Loop, Nest, SavedExtra, rule, whole_dims
 
 
 @rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
@@ -39,38 +39,44 @@ def recurrent(op: Op, graph: Graph) -> Nest | None:
         anchor=True,
         flops=2 * steps * sum(math.prod(s) for s in weights if len(s) == 2),
         saved=tuple(range(1, len(shapes))) if batch_first else tuple(range(len(shapes))),
-        kept=_kept(op, x, shapes[1][2], batch_first),
+        saved_extra=_saved_extra(op, x, shapes[1][2], batch_first),
     )
 
 
 _PAGE = 4096  # bytes: oneDNN begins each part of its workspace at a page
 
 
-def _row(count: int) -> int:
-    """Rows are multiples of 64 bytes, but not of 1024."""
+def _row_length(count: int) -> int:
+    """Elements (float32) of a row of oneDNN's workspace: rows are multiples of 64 bytes, but not of 1024."""
     count = -(-count // 16) * 16
     return count if count % 256 else count + 16
 
 
-def _kept(op: Op, x: tuple[int, ...], per: int, batch_first: bool) -> tuple[Kept, ...]:
+def _saved_extra(op: Op, x: tuple[int, ...], hidden: int, batch_first: bool) -> tuple[SavedExtra, ...]:
     """Of every layer and direction: results, last states, and gates and states of every step.
 
-    Rows of oneDNN's LSTM (float32) are as long as its matrix products like them; agrees with its workspace to a few pages.
-    The others are written out, step by step.
+    The LSTM is oneDNN's (float32); the bytes agree with its workspace to a few pages. The other cells run step by step as
+    single ops.
     """
-    layers, both = op.args[4], op.args[7]
-    time, width, sides = x[1] if batch_first else x[0], x[2], 2 if both else 1
-    out: list[Kept] = [Kept(((time,), ("n",), (width,)))] if batch_first else []
+    layers, bidirectional = op.args[4], op.args[7]
+    time, width, sides = x[1] if batch_first else x[0], x[2], 2 if bidirectional else 1
+    out: list[SavedExtra] = [SavedExtra(((time,), ("n",), (width,)))] if batch_first else []
     for layer in range(layers):
-        reads = width if layer == 0 else sides * per
+        reads = width if layer == 0 else sides * hidden
         for _ in range(sides):
             if not op.target.startswith("aten.lstm"):
-                out += [Kept(((time,), ("n",), (per,)))] * 7
+                out += [SavedExtra(((time,), ("n",), (hidden,)))] * 7
                 continue
-            out += [Kept((("n",), (per,)))] * 2 + [Kept(((time,), ("n",), (_row(4 * per),)), 4, _PAGE)]
-            out += [Kept(((2 * (time + 1),), ("n",), (_row(max(per, reads)),)), 4, _PAGE)] * 3
-            out += [Kept(((2 * (time + 1),), ("n",), (_row(per),)), 4, _PAGE)] * 2 + [Kept(((time,), ("n",), (per,)), 4, _PAGE)]
-        out.append(Kept(((time,), ("n",), (sides * per,))))
-        if both:  # the two put together, and what the second reads in reverse
-            out += [Kept(((time,), ("n",), (2 * per,))), Kept(((time,), ("n",), (reads,))), Kept((("n",), (8 * per,)))]
+            out += [SavedExtra((("n",), (hidden,)))] * 2 + [SavedExtra(((time,), ("n",), (_row_length(4 * hidden),)), 4, _PAGE)]
+            out += [SavedExtra(((2 * (time + 1),), ("n",), (_row_length(max(hidden, reads)),)), 4, _PAGE)] * 3
+            out += [SavedExtra(((2 * (time + 1),), ("n",), (_row_length(hidden),)), 4, _PAGE)] * 2 + [
+                SavedExtra(((time,), ("n",), (hidden,)), 4, _PAGE)
+            ]
+        out.append(SavedExtra(((time,), ("n",), (sides * hidden,))))
+        if bidirectional:  # both directions concatenated, and the reversed input of the second
+            out += [
+                SavedExtra(((time,), ("n",), (2 * hidden,))),
+                SavedExtra(((time,), ("n",), (reads,))),
+                SavedExtra((("n",), (8 * hidden,))),
+            ]
     return tuple(out)

@@ -1,5 +1,5 @@
-"""Reductions over dims. Sums and means add up over shards; extremes, variances, norms and log-sum-exps are `joint`: the
-kernel joins what the ranks have found, a few numbers each. Products keep the reduced dims whole.
+"""Reductions over dims. Sums and means add up over shards. Extremes, variances, norms and log-sum-exps are `joint`: the
+kernel combines the partial results of the ranks, a few numbers each. Products keep the reduced dims whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARGUMENTS = {
 }
 
 
-def _reduced(op: Op, graph: Graph) -> set[int]:
+def _reduced_dims(op: Op, graph: Graph) -> set[int]:
     """The dims reduced, from the arguments."""
     x = graph.values[op.operands[0]].shape
     names = _ARGUMENTS.get(op.target, "input dim keepdim").split()
@@ -52,12 +52,14 @@ def _nest(
     saved: tuple[int, ...] = (0, -1),
 ) -> Nest:
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
-    gone = _reduced(op, graph)
-    keeps = len(y) == len(x) and bool(gone)
-    loops = tuple(Loop(name=f"i{d}", size=size, kind=kind if d in gone else "map") for d, size in enumerate(x))
+    reduced_dims = _reduced_dims(op, graph)
+    keeps = len(y) == len(x) and bool(reduced_dims)
+    loops = tuple(Loop(name=f"i{d}", size=size, kind=kind if d in reduced_dims else "map") for d, size in enumerate(x))
     dims: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
-    result: tuple[Dim, ...] = tuple(() if d in gone else (f"i{d}",) for d in range(len(x)) if d not in gone or keeps)
-    count = math.prod(x[d] for d in gone)
+    result: tuple[Dim, ...] = tuple(
+        () if d in reduced_dims else (f"i{d}",) for d in range(len(x)) if d not in reduced_dims or keeps
+    )
+    count = math.prod(x[d] for d in reduced_dims)
     return Nest(
         loops=loops,
         operands=(dims,),
@@ -66,7 +68,7 @@ def _nest(
         kernel=kernel,
         flops=math.prod(x),
         saved=() if linear else saved,
-        detail={"count": count, "dims": tuple(sorted(gone)), "keepdim": keeps, **(detail or {})},
+        detail={"count": count, "dims": tuple(sorted(reduced_dims)), "keepdim": keeps, **(detail or {})},
     )
 
 
@@ -82,15 +84,15 @@ def mean(op: Op, graph: Graph) -> Nest | None:
 
 @rule("amax", "amin", "max.default", "min.default")
 def extreme(op: Op, graph: Graph) -> Nest | None:
-    """Ties share the gradient."""
+    """Equal extremes share the gradient."""
     return _nest(op, graph, "joint", "extreme", detail={"sign": 1 if "max" in op.target else -1})
 
 
 @rule("max.dim", "min.dim", "argmax", "argmin")
-def picked(op: Op, graph: Graph) -> Nest | None:
-    """The extreme along one dim with its place in the whole dim; the first of several takes the gradient."""
-    gone = _reduced(op, graph)
-    kind: Kind = "joint" if len(gone) == 1 and len(graph.values[op.operands[0]].shape) > 1 else "whole"
+def extreme_with_index(op: Op, graph: Graph) -> Nest | None:
+    """The extreme along one dim and its index in the whole dim; the first of several equal ones gets the gradient."""
+    reduced_dims = _reduced_dims(op, graph)
+    kind: Kind = "joint" if len(reduced_dims) == 1 and len(graph.values[op.operands[0]].shape) > 1 else "whole"
     values = len(op.results) > 1
     detail = {"sign": 1 if "max" in op.target else -1, "values": values}
     return _nest(op, graph, kind, "picked", detail=detail, saved=(-2,) if values else ())

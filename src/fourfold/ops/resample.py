@@ -1,4 +1,5 @@
-"""Interpolation: nearest, linear, bilinear, trilinear and bicubic, antialiased or not: 1-D weights per output row of a dim."""
+"""Interpolation (nearest, linear, bilinear, trilinear, bicubic, antialiased or not) as weights of input rows for each output
+row of a dim."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Dim, Loop, Nest, Window, rule, spatial_label, whole_dims
-from fourfold.ops.window import Rows
+from fourfold.ops.window import RowMap
 
 _CUBIC = -0.75  # torch's coefficient of the cubic convolution kernel
-_SMOOTH_CUBIC = -0.5  # and the one it antialiases with
+_ANTIALIAS_CUBIC = -0.5  # and the one it antialiases with
 
 
 @rule(
@@ -35,14 +36,14 @@ def interpolate(op: Op, graph: Graph) -> Nest | None:
     align = bool(op.args[2]) if not nearest and len(op.args) > 2 else bool(op.kwargs.get("align_corners", False))
     scales = _scales(op, len(x) - 2, nearest)
     loops = [Loop(name="n", size=x[0], labels=("batch",)), Loop(name="c", size=x[1], labels=("filter",))]
-    if any(_inconsistent(name, *sizes) for sizes in zip(x[2:], y[2:], scales, strict=True)):
+    if any(_backward_reads_other_rows(name, *sizes) for sizes in zip(x[2:], y[2:], scales, strict=True)):
         before, after = ((("n",), ("c",), *whole_dims(shape[2:])) for shape in (x, y))
         return Nest(loops=tuple(loops), operands=(before,), results=(after,), linear=(0,))
     inputs: list[Dim] = [("n",), ("c",)]
     for i in range(len(x) - 2):
         size, out = x[2 + i], y[2 + i]
         rows = [_taps(name, o, size, out, align, scales[i]) for o in range(out)]
-        window = Rows(size=size, taps=tuple(r[0] for r in rows), weights=tuple(r[1] for r in rows))
+        window = RowMap(size=size, taps=tuple(r[0] for r in rows), weights=tuple(r[1] for r in rows))
         loops.append(Loop(name=f"d{i}", size=out, labels=spatial_label(i)))
         inputs.append((Window(f"d{i}", window),))
     result: tuple[Dim, ...] = (("n",), ("c",), *((f"d{i}",) for i in range(len(x) - 2)))
@@ -56,11 +57,9 @@ def interpolate(op: Op, graph: Graph) -> Nest | None:
     )
 
 
-def _inconsistent(name: str, size: int, out: int, scale: float | None) -> bool:
-    """Whether torch's backward reads other rows than its forward: nearest by a fraction that leaves or doubles the size.
-
-    No split has the gradient of both, so such a dim stays whole and torch's own kernel runs.
-    """
+def _backward_reads_other_rows(name: str, size: int, out: int, scale: float | None) -> bool:
+    """Whether torch's backward reads other rows than its forward, as it does for nearest by a fraction that leaves or doubles
+    the size. The gradient is then not the forward's adjoint, so such a dim stays whole and torch's own kernel runs."""
     if name.split("nearest")[-1] not in ("1d", "2d", "3d") or scale is None or out not in (size, 2 * size):
         return False
     return any(_taps(name, o, size, out, False, scale)[0] != (o * size // out,) for o in range(out))
@@ -82,9 +81,9 @@ def _taps(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     ratio = 1.0 / scale if scale else size / out
     if name.endswith("_aa"):
-        return _smooth_taps(o, size, (size - 1) / (out - 1) if align and out > 1 else ratio, cubic="cubic" in name)
+        return _antialias_taps(o, size, (size - 1) / (out - 1) if align and out > 1 else ratio, cubic="cubic" in name)
     if "nearest" in name:
-        at = _single(_single(o + 0.5 * ("exact" in name)) * _single(ratio))
+        at = _to_float32(_to_float32(o + 0.5 * ("exact" in name)) * _to_float32(ratio))
         return (min(int(at), size - 1),), (1.0,)
     position = (o * (size - 1) / (out - 1) if out > 1 else 0.0) if align else (o + 0.5) * ratio - 0.5
     if "cubic" in name:
@@ -96,13 +95,13 @@ def _taps(
     return ((low,), (1.0,)) if high == low else ((low, high), (1.0 - part, part))
 
 
-def _single(value: float) -> float:
-    """Rounded to float32, in which torch finds nearest rows, whatever the tensor's dtype."""
+def _to_float32(value: float) -> float:
+    """A value rounded to float32: torch computes nearest rows in it, whatever the tensor's dtype."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def _smooth_taps(o: int, size: int, ratio: float, *, cubic: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Antialiasing: when shrinking, the filter is stretched over all inputs that fall on an output."""
+def _antialias_taps(o: int, size: int, ratio: float, *, cubic: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """When an image shrinks, antialiasing stretches the filter over all input rows that fall on an output row."""
     stretch = max(ratio, 1.0)
     centre, support = ratio * (o + 0.5), (2.0 if cubic else 1.0) * stretch
     first, last = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), size)
@@ -114,7 +113,7 @@ def _smooth_taps(o: int, size: int, ratio: float, *, cubic: bool) -> tuple[tuple
 def _filter(t: float, cubic: bool) -> float:
     if not cubic:
         return max(0.0, 1.0 - t)
-    return _cubic(t, _SMOOTH_CUBIC) if t < 2 else 0.0
+    return _cubic(t, _ANTIALIAS_CUBIC) if t < 2 else 0.0
 
 
 def _cubic_taps(position: float, size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

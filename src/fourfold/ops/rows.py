@@ -1,5 +1,5 @@
-"""Ops whose result is made of rows of their operand: slices, flips, rolls, pads. Where the dim is divided, each rank fetches
-the rows it needs from whoever owns them.
+"""Ops whose result consists of rows of their operand: slices, flips, rolls, pads. Where the dim is divided, each rank fetches
+the rows it needs from the ranks that own them.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from dataclasses import replace
 
 from fourfold.graph import Graph, Op
 from fourfold.ops.nest import Call, Dim, Loop, Nest, Window, rule
-from fourfold.ops.shape import mapped_dims
-from fourfold.ops.window import Rows, Shift
+from fourfold.ops.shape import permuted_dims
+from fourfold.ops.window import RowMap, ShiftedWindow
 
 
-def _rows(op: Op, graph: Graph, taps: dict[int, tuple[int, ...]], fill: float | None = None) -> Nest:
-    """Result row o of dim d is operand row taps[d][o] (-1: a filled row)."""
+def _row_map(op: Op, graph: Graph, taps: dict[int, tuple[int, ...]], fill: float | None = None) -> Nest:
+    """The nest whose result row o of dim d is operand row taps[d][o] (-1: a row of `fill`)."""
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
     inputs: list[Dim] = []
     for d, size in enumerate(x):
         if d in taps:
-            inputs.append((Window(f"i{d}", Rows(size=size, taps=tuple((t,) for t in taps[d]))),))
+            inputs.append((Window(f"i{d}", RowMap(size=size, taps=tuple((t,) for t in taps[d]))),))
         else:
             inputs.append((f"i{d}",))
     result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
@@ -36,13 +36,13 @@ def slice_(op: Op, graph: Graph) -> Nest | None:
     dim = call.get("dim", 0) % len(x)
     start, stop, step = slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(x[dim])
     if step != 1:
-        return _rows(op, graph, {dim: tuple(range(start, stop, step))})
+        return _row_map(op, graph, {dim: tuple(range(start, stop, step))})
     count = max(stop - start, 0)
     if count == x[dim]:
-        return mapped_dims(op, graph, list(range(len(x))), kernel="identity")
+        return permuted_dims(op, graph, list(range(len(x))), kernel="identity")
     loops = tuple(Loop(name=f"i{d}", size=count if d == dim else size) for d, size in enumerate(x))
     result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
-    window = Window(f"i{dim}", Shift(size=x[dim], start=start, count=count))
+    window = Window(f"i{dim}", ShiftedWindow(size=x[dim], start=start, count=count))
     dims: tuple[Dim, ...] = tuple((window,) if d == dim else (f"i{d}",) for d in range(len(x)))
     return Nest(loops=loops, operands=(dims,), results=(result,), linear=(0,), kernel="slice", detail={"dim": dim})
 
@@ -67,7 +67,7 @@ def narrow(op: Op, graph: Graph) -> Nest | None:
 def flip(op: Op, graph: Graph) -> Nest | None:
     x = graph.values[op.operands[0]].shape
     dims = [d % len(x) for d in op.args[1]]
-    return _rows(op, graph, {d: tuple(reversed(range(x[d]))) for d in dims})
+    return _row_map(op, graph, {d: tuple(reversed(range(x[d]))) for d in dims})
 
 
 @rule("roll")
@@ -80,7 +80,7 @@ def roll(op: Op, graph: Graph) -> Nest | None:
     total: dict[int, int] = {}
     for shift, dim in zip(shifts, dims, strict=True):
         total[dim % len(x)] = total.get(dim % len(x), 0) + shift
-    return _rows(op, graph, {d: tuple((o - s) % x[d] for o in range(x[d])) for d, s in total.items()})
+    return _row_map(op, graph, {d: tuple((o - s) % x[d] for o in range(x[d])) for d, s in total.items()})
 
 
 @rule(
@@ -109,12 +109,12 @@ def pad(op: Op, graph: Graph) -> Nest | None:
         before, after = amounts[2 * k : 2 * k + 2]
         if before or after:
             size = x[len(x) - 1 - k]
-            taps[len(x) - 1 - k] = tuple(_source(o, size, mode) for o in range(-before, size + after))
-    nest = _rows(op, graph, taps, fill if mode == "constant" else 0.0)
+            taps[len(x) - 1 - k] = tuple(_source_row(o, size, mode) for o in range(-before, size + after))
+    nest = _row_map(op, graph, taps, fill if mode == "constant" else 0.0)
     return replace(nest, saved=(0,)) if mode in ("reflect", "replicate") else nest
 
 
-def _source(o: int, size: int, mode: str) -> int:
+def _source_row(o: int, size: int, mode: str) -> int:
     """Which row a padded index copies; -1 for a constant."""
     if 0 <= o < size:
         return o

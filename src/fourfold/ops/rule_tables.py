@@ -11,11 +11,11 @@ Rule = TypeVar("Rule")
 def rule_for(table: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
     """A decorator that puts a rule into a table under the names of its kernels."""
 
-    def of(*names: str) -> Callable[[Rule], Rule]:
+    def for_kernels(*names: str) -> Callable[[Rule], Rule]:
         def register(rule: Rule) -> Rule:
             table.update(dict.fromkeys(names, rule))
             return rule
 
         return register
 
-    return of
+    return for_kernels

@@ -1,8 +1,8 @@
-"""Ops that only move elements: reshapes, permutations, concatenation, and tensors made from nothing. Slices and pads, which
-take rows of a dim, are in `rows`.
+"""Ops that only move elements: reshapes, permutations, concatenation; and ops that create tensors. Slices and pads, which take
+rows of a dim, are in `rows`.
 
-A reshape is read as a regrouping of the factors its two shapes have in common, so a shard of a factor stays where it is.
-All are linear: partial sums pass through.
+A reshape regroups the factors that its two shapes have in common, so a shard of a factor stays where it is. All are linear:
+partial sums pass through.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from fourfold.graph import Graph, Op
-from fourfold.ops.nest import Call, Concat, Dim, Loop, Nest, replicated, rule
+from fourfold.ops.nest import Call, Concat, Dim, Loop, Nest, replicated_nest, rule
 
 
 @rule(
@@ -34,11 +34,13 @@ def reshape(op: Op, graph: Graph) -> Nest | None:
     if len(op.operands) > 1 or len(op.results) > 1 or math.prod(before) == 0 or op.target == "aten.view.dtype":
         return None
     loops: list[Loop] = []
-    inputs, outputs = regrouped(before, after, loops)
+    inputs, outputs = common_factors(before, after, loops)
     return Nest(loops=tuple(loops), operands=(inputs,), results=(outputs,), linear=(0,), kernel="reshape")
 
 
-def regrouped(before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+def common_factors(
+    before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
     """Both shapes as products of common factors; factors are added to `loops`."""
     sides: tuple[list[Dim], list[Dim]] = ([], [])
     i = j = 0
@@ -57,15 +59,15 @@ def regrouped(before: tuple[int, ...], after: tuple[int, ...], loops: list[Loop]
                 left += 1
             else:
                 right += 1
-        _group(before[i:left], after[j:right], sides, loops)
+        _add_group(before[i:left], after[j:right], sides, loops)
         i, j = left, right
     return tuple(sides[0]), tuple(sides[1])
 
 
-def _group(a: tuple[int, ...], b: tuple[int, ...], sides: tuple[list[Dim], list[Dim]], loops: list[Loop]) -> None:
+def _add_group(a: tuple[int, ...], b: tuple[int, ...], sides: tuple[list[Dim], list[Dim]], loops: list[Loop]) -> None:
     cuts = sorted({math.prod(s[k:]) for s in (a, b) for k in range(len(s) + 1)}, reverse=True)
     if any(high % low for high, low in itertools.pairwise(cuts)):
-        common, shared = math.gcd(a[0], b[0]), f"r{len(loops)}"  # an outer factor is all they share
+        common, shared = math.gcd(a[0], b[0]), f"r{len(loops)}"  # they share an outer factor alone
         if common > 1:
             loops.append(Loop(name=shared, size=common))
         for side, shape in zip(sides, (a, b), strict=True):
@@ -85,7 +87,7 @@ def _group(a: tuple[int, ...], b: tuple[int, ...], sides: tuple[list[Dim], list[
             side.append(tuple(name for inner, name in named if low <= inner < high) or ((named[0][1],) if high == 1 else ()))
 
 
-def mapped_dims(op: Op, graph: Graph, order: list[int], kernel: str = "plain") -> Nest:
+def permuted_dims(op: Op, graph: Graph, order: list[int], kernel: str = "plain") -> Nest:
     """Result dim k is operand dim order[k]."""
     shape = graph.values[op.operands[0]].shape
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(shape))
@@ -117,7 +119,7 @@ def permute(op: Op, graph: Graph) -> Nest | None:
         order = [moved[k] if k in moved else next(rest) for k in range(rank)]
     else:
         order.reverse()
-    return mapped_dims(op, graph, order)
+    return permuted_dims(op, graph, order)
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -127,7 +129,7 @@ def expand(op: Op, graph: Graph) -> Nest | None:
     first = len(y) - len(x)
     dims: tuple[Dim, ...] = tuple((f"i{first + d}",) if size == y[first + d] else () for d, size in enumerate(x))
     result: tuple[Dim, ...] = tuple((loop.name,) for loop in loops)
-    like = (result,) * (len(op.operands) - 1)  # expand_as: a tensor that lends its shape
+    like = (result,) * (len(op.operands) - 1)  # the second operand of expand_as
     return Nest(loops=loops, operands=(dims, *like), results=(result,), linear=(0,), kernel="expand")
 
 
@@ -135,7 +137,7 @@ def expand(op: Op, graph: Graph) -> Nest | None:
 def repeat(op: Op, graph: Graph) -> Nest | None:
     x, times = graph.values[op.operands[0]].shape, op.args[1]
     if 0 in times:
-        return None  # nothing at all
+        return None  # the result is empty
     first = len(times) - len(x)
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x))
     result: list[Dim] = [(times[d],) for d in range(first)]
@@ -158,13 +160,13 @@ def repeat_interleave(op: Op, graph: Graph) -> Nest | None:
 
 @rule("cat", "concat", "concatenate")
 def cat(op: Op, graph: Graph) -> Nest | None:
-    """Along the concatenated dim every piece stays divided as it is: the result owns a span of each."""
+    """Along the concatenated dim every piece stays divided as it is: a rank's shard of the result has a span of each piece."""
     shapes = [graph.values[name].shape for name in op.operands]
     dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(shapes[0])
     if any(len(s) != len(shapes[0]) for s in shapes):
         return None
     loops = [Loop(name=f"i{d}", size=size) for d, size in enumerate(shapes[0]) if d != dim]
-    loops += [Loop(name=f"k{i}", size=s[dim], tied="k") for i, s in enumerate(shapes)]
+    loops += [Loop(name=f"k{i}", size=s[dim], tie="k") for i, s in enumerate(shapes)]
     operands = tuple(tuple((f"k{i}",) if d == dim else (f"i{d}",) for d in range(len(s))) for i, s in enumerate(shapes))
     pieces = Concat(tuple(f"k{i}" for i in range(len(shapes))))
     result: tuple[Dim, ...] = tuple((pieces,) if d == dim else (f"i{d}",) for d in range(len(shapes[0])))
@@ -173,7 +175,7 @@ def cat(op: Op, graph: Graph) -> Nest | None:
 
 @rule("glu")
 def glu(op: Op, graph: Graph) -> Nest | None:
-    """Two halves of a dim, row k of the one times the gate of row k of the other: a share owns the same rows of both."""
+    """Row k of one half of a dim times the gate of row k of the other half: a shard has the same rows of both halves."""
     x, y = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     dim = (op.args[1] if len(op.args) > 1 else -1) % len(x)
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(y))
@@ -190,7 +192,7 @@ def split(op: Op, graph: Graph) -> Nest | None:
     if sum(sizes) != x[dim]:
         return None
     loops = [Loop(name=f"i{d}", size=size) for d, size in enumerate(x) if d != dim]
-    loops += [Loop(name=f"k{i}", size=size, tied="k") for i, size in enumerate(sizes)]
+    loops += [Loop(name=f"k{i}", size=size, tie="k") for i, size in enumerate(sizes)]
     pieces = Concat(tuple(f"k{i}" for i in range(len(sizes))))
     dims: tuple[Dim, ...] = tuple((pieces,) if d == dim else (f"i{d}",) for d in range(len(x)))
     results = tuple(tuple((f"k{i}",) if d == dim else (f"i{d}",) for d in range(len(x))) for i in range(len(sizes)))
@@ -209,7 +211,7 @@ def unbind(op: Op, graph: Graph) -> Nest | None:
 
 @rule("select.int")
 def select(op: Op, graph: Graph) -> Nest | None:
-    """One row: its owner gives it, the others add zeros."""
+    """One row: its owner contributes it, the others zeros."""
     x = graph.values[op.operands[0]].shape
     dim, index = op.args[1] % len(x), op.args[2]
     loops = tuple(Loop(name=f"i{d}", size=size, kind="sum" if d == dim else "map") for d, size in enumerate(x))
@@ -251,8 +253,8 @@ def create(op: Op, graph: Graph) -> Nest | None:
     return Nest(loops=loops, operands=(), results=(tuple((loop.name,) for loop in loops),), kernel="create")
 
 
-def _along(op: Op, graph: Graph, dim: int, *, results: int = 1) -> Nest:
-    """Every dim independent but one."""
+def _whole_along(op: Op, graph: Graph, dim: int, *, results: int = 1) -> Nest:
+    """All dims are independent but one, which stays whole."""
     x = graph.values[op.operands[0]].shape
     loops = tuple(Loop(name=f"i{d}", size=size) for d, size in enumerate(x) if d != dim % len(x))
     dims: tuple[Dim, ...] = tuple((x[d],) if d == dim % len(x) else (f"i{d}",) for d in range(len(x)))
@@ -263,18 +265,18 @@ def _along(op: Op, graph: Graph, dim: int, *, results: int = 1) -> Nest:
 
 
 @rule("cumsum", "cumprod", "sort", "topk", "argsort")
-def along(op: Op, graph: Graph) -> Nest | None:
+def scan_or_sort(op: Op, graph: Graph) -> Nest | None:
     name = op.target.split(".")[1]
     position = 2 if name == "topk" else 1
     dim: Any = op.args[position] if len(op.args) > position else op.kwargs.get("dim", -1)
     if not isinstance(dim, int) or isinstance(dim, bool) or not graph.values[op.operands[0]].shape:
-        return replicated(op, graph)
-    return _along(op, graph, dim, results=len(op.results))
+        return replicated_nest(op, graph)
+    return _whole_along(op, graph, dim, results=len(op.results))
 
 
 @rule("diff")
 def diff(op: Op, graph: Graph) -> Nest | None:
-    """Differences along one dim, with rows put before or after: that dim stays whole, the others are independent."""
+    """Differences along one dim, which stays whole; the others are independent."""
     call = Call(op, graph, "input n dim prepend append")
     x, y = call.shape("input"), call.result
     dim = call.get("dim", -1) % len(x)

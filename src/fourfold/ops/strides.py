@@ -1,4 +1,4 @@
-"""Which results are views: strides followed as torch does, so that a reshape copies here where it copies there."""
+"""The strides of results, computed as torch computes them: they decide whether a reshape is a view or a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 Shape = tuple[int, ...]
 
 
-def contiguous(shape: Sequence[int]) -> Shape:
+def contiguous_strides(shape: Sequence[int]) -> Shape:
     """The strides of a tensor in row-major order."""
     out, step = [], 1
     for size in reversed(shape):
@@ -18,8 +18,8 @@ def contiguous(shape: Sequence[int]) -> Shape:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    wanted = contiguous(shape)
-    return all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True)) or math.prod(shape) == 0
+    expected = contiguous_strides(shape)
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, expected, strict=True)) or math.prod(shape) == 0
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -32,8 +32,8 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def dense_like(shape: Shape, strides: Shape) -> Shape:
-    """Strides of new memory whose dims lie in the order of another tensor's."""
+def dense_strides_like(shape: Shape, strides: Shape) -> Shape:
+    """Strides of a new dense tensor whose dims are ordered in memory as those of another."""
     order = sorted(range(len(shape)), key=lambda d: (strides[d], -d))
     out, step = [0] * len(shape), 1
     for d in order:
@@ -42,10 +42,10 @@ def dense_like(shape: Shape, strides: Shape) -> Shape:
     return tuple(out)
 
 
-def viewed(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """The strides of a tensor under another shape, or None where the elements must be copied."""
+def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
+    """The strides of a tensor viewed under another shape, or None where the elements must be copied."""
     if is_contiguous(shape, strides):
-        return contiguous(new)
+        return contiguous_strides(new)
     if math.prod(shape) != math.prod(new) or math.prod(shape) == 0:
         return None
     out: list[int] = []

@@ -1,6 +1,6 @@
 """Which input indices a sliding window, a resampling or a padding reads: index arithmetic shared by the op rules.
 
-All of it works on *global output indices*, so that a rank can ask for exactly the rows it needs, however many ranks away.
+Indices are global, so that a rank can fetch exactly the rows it needs, however many ranks away.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fourfold.index import IndexSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sliding:
+class SlidingWindow:
     """Convolution and pooling: output o reads ``o*stride - pad + dilation*[0, kernel)``."""
 
     size: int
@@ -30,7 +30,7 @@ class Sliding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transposed:
+class TransposedWindow:
     """Transposed convolution: input i writes ``i*stride - pad + dilation*[0, kernel)``."""
 
     size: int
@@ -49,20 +49,21 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
-    """A slice: output o reads input ``o + start``. A division of the input is a division of the output too."""
+class ShiftedWindow:
+    """A slice: output o reads input ``o + start``. Where the input is divided, so is the output."""
 
     size: int
     start: int
     count: int
 
     def __call__(self, outputs: IndexSet) -> IndexSet:
-        return outputs.shifted(self.start, self.size)
+        return outputs.shift(self.start, self.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Any fixed map of rows: output o reads ``taps[o]``, weighted ``weights[o]`` (none: one tap, copied; -1: a fill)."""
+class RowMap:
+    """Any fixed map of rows: output o reads the rows ``taps[o]`` with ``weights[o]``. Without weights it copies one row; tap -1
+    is a constant."""
 
     size: int
     taps: tuple[tuple[int, ...], ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fourfold.cluster import OWN, Cluster
+from fourfold.cluster import NON_WAITING, Cluster
 from fourfold.errors import Error
 from fourfold.oracle.findings.finding import Finding
 from fourfold.oracle.predict import Prediction
@@ -50,11 +50,11 @@ def explained(ranking: Ranking, plan: Prediction, say: Callable[[str], None] = l
     """A plan of a ranking: beside data parallelism and the two fastest others, with its findings and what-ifs."""
     others = [c for c in ranking.candidates if not same_plan(c.plan, plan.plan)]
     data = [c for c in others if c.plan.strategy == "data"]
-    near = sorted((c for c in others if c not in data), key=lambda c: c.step_seconds)[:2]
+    closest = sorted((c for c in others if c not in data), key=lambda c: c.step_seconds)[:2]
     return Explanation(
         task=ranking.task,
         plan=plan,
-        comparisons=tuple(compare(plan, other) for other in (*data[:1], *near)),
+        comparisons=tuple(compare(plan, other) for other in (*data[:1], *closest)),
         findings=plan.findings,
         changes=tuple(_changes(ranking.task, say)),
     )
@@ -105,7 +105,8 @@ def with_scaled_links(cluster: Cluster, factor: float) -> Cluster:
     Collectives that are a rank's own copies stay."""
     links = tuple(replace(link, latency=link.latency / factor, bandwidth=link.bandwidth * factor) for link in cluster.links)
     curves = tuple(
-        c if c.collective in OWN else replace(c, seconds=tuple(s / factor for s in c.seconds)) for c in cluster.measured.curves
+        c if c.collective in NON_WAITING else replace(c, seconds=tuple(s / factor for s in c.seconds))
+        for c in cluster.measured.curves
     )
     return replace(cluster, links=links, measured=replace(cluster.measured, curves=curves))
 

@@ -147,14 +147,14 @@ class _Search:
         if wanted:
             yield from (text for text in wanted if text != AUTO)
             return
-        near = len(self.task.cluster.node_ranks(0))
+        node_size = len(self.task.cluster.node_ranks(0))
         over = self._skipped()
         if over:
             self.notes.append(f"passed over on so many devices: {', '.join(over)}; --strategy shows them")
         for name in (name for name in STRATEGIES if name not in over):
             inner = NODEWISE.get(name)
-            fits = inner is not None and 1 < near < self.task.devices and self.task.devices % near == 0
-            yield f"{name}:{inner}={near}" if fits else name
+            fits = inner is not None and 1 < node_size < self.task.devices and self.task.devices % node_size == 0
+            yield f"{name}:{inner}={node_size}" if fits else name
 
     def _skipped(self) -> tuple[str, ...]:
         """Strategies not replayed: beyond a few nodes those without data parallelism, for large graphs the rarer ones too."""

@@ -87,6 +87,7 @@ class Ranking:
         if not self.candidates:
             first = self.refusals[0] if self.refusals else None
             return f"{first.strategy}: {first.reason}" if first is not None else "nothing was tried"
-        near = min(self.candidates, key=lambda c: c.excess_bytes)
-        limit = next(finding for finding in near.findings if finding.name == "memory-capacity")
-        return f"{near.plan.strategy} on {near.plan.mesh} comes nearest, {bytes_text(near.excess_bytes)} over: {limit.text}"
+        closest = min(self.candidates, key=lambda c: c.excess_bytes)
+        limit = next(finding for finding in closest.findings if finding.name == "memory-capacity")
+        name = f"{closest.plan.strategy} on {closest.plan.mesh}"
+        return f"{name} comes nearest, {bytes_text(closest.excess_bytes)} over: {limit.text}"

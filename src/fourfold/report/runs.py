@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import InvalidInput
-from fourfold.files import parsed_json, read_text
+from fourfold.files import parse_json, read_text
 from fourfold.plans import Plan
 from fourfold.plans.spec.plan_file import MOST_BATCH, MOST_RANKS
 from fourfold.report.record import VERSION
@@ -62,7 +62,7 @@ def read_run(path: Path, *, of: Plan) -> Run:
 def _table(path: Path) -> Table:
     remedy = f"write it with `fourfold train ... --record {path}`"
     try:
-        data = parsed_json(read_text(path))
+        data = parse_json(read_text(path))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -173,7 +173,7 @@ TRAIN: Mapping[str, Reader] = {
     "losses": _numbers(MOST_STEPS),
     "step_seconds": _amount,
     "samples_per_second": _amount,
-    "peak_bytes": lambda table, key: table.wholes(key, count=MOST_RANKS),
+    "peak_bytes": lambda table, key: table.integers(key, count=MOST_RANKS),
     "trace": _or_null(_text),
 }
 VERIFY: Mapping[str, Reader] = {

@@ -136,7 +136,7 @@ def _limits(computes: list[Compute]) -> Iterable[Limit]:
         if not nest.anchor:
             continue
         for label in {label for loop in nest.loops for label in loop.labels}:
-            sizes = [loop.size // loop.unit // loop.outer for loop in nest.labelled(label)]
+            sizes = [loop.size // loop.unit // loop.outer for loop in nest.loops_with_label(label)]
             if sizes:
                 found.setdefault(label, []).append((max(sizes), compute.op.path, nest.flops > LIGHT * total))
     for label in sorted(found, key=lambda text: (text != "batch", text != "filter", text)):

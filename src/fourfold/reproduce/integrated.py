@@ -14,7 +14,7 @@ from fourfold.oracle.cost_model import Setting
 from fourfold.planner import SearchTask, search
 from fourfold.plans import Plan
 from fourfold.plans.layout.mesh import divisors
-from fourfold.reproduce.study import Expectation, Progress, Reproduction, Table, near, silent
+from fourfold.reproduce.study import Expectation, Progress, Reproduction, Table, close_to, silent
 from fourfold.workload.workload import load_workload
 
 ALPHA = 2e-6  # seconds of a message
@@ -166,9 +166,9 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
         grid = f"{one[0]}x{one[1]}, {one_time:.1f}"
         rows.append((str(devices), f"{batch:.1f}", grid, f"{fc[0]}x{fc[1]}, {fc_time:.1f}"))
         expected += [
-            near(f"P = {devices}: pure batch, s/epoch", batch, printed[0], within=0.01, mark="recomputed"),
-            near(f"P = {devices}: best single grid, s/epoch", one_time, printed[2], within=0.01, mark="recomputed"),
-            near(
+            close_to(f"P = {devices}: pure batch, s/epoch", batch, printed[0], within=0.01, mark="recomputed"),
+            close_to(f"P = {devices}: best single grid, s/epoch", one_time, printed[2], within=0.01, mark="recomputed"),
+            close_to(
                 f"P = {devices}: best grid for FC, s/epoch",
                 fc_time,
                 printed[4],
@@ -192,7 +192,9 @@ def formulas() -> tuple[list[Table], list[Expectation]]:
         plot={name: tuple(curve) for name, curve in curves.items()},
     )
     crossed = [(layer.name, crossover(layer, first=k == 0)) for k, layer in enumerate(ALEXNET)]
-    expected += [near(f"{n}: crossover batch", value, CROSSOVERS[n], within=0.01, mark="remembered") for n, value in crossed]
+    expected += [
+        close_to(f"{n}: crossover batch", value, CROSSOVERS[n], within=0.01, mark="remembered") for n, value in crossed
+    ]
     second = Table(
         title="Batch below which model parallelism moves less",
         head=tuple(name for name, _ in crossed),

@@ -27,7 +27,7 @@ from fourfold.oracle.paradl.projection import Projection, inputs_of, project
 from fourfold.oracle.prices.prices import Prices
 from fourfold.oracle.time.estimate import estimate
 from fourfold.plans import Options, Plan, lower_plan, named
-from fourfold.reproduce.study import Expectation, Progress, Reproduction, Table, at_least, near, silent
+from fourfold.reproduce.study import Expectation, Progress, Reproduction, Table, at_least, close_to, silent
 from fourfold.workload.workload import load_workload
 
 SAMPLES = 1.28e6
@@ -163,7 +163,7 @@ def _published() -> tuple[Table, list[Expectation]]:
     for row in published():
         if row["strategy"] == "filter" and row["gpus"] == 64:
             expected.append(
-                near(
+                close_to(
                     "communication of filter on 64 by the formulas, s/epoch",
                     row["paradl_comm"] * (1 + off(row, "comm")),
                     row["paradl_comm"],

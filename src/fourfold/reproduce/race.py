@@ -25,7 +25,7 @@ from fourfold.plans import Options
 from fourfold.reproduce.hosts import hosts
 from fourfold.runs.train import forget, holding, one_step, start
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool
 from fourfold.workload.workload import Workload, load_workload
@@ -79,7 +79,7 @@ def between(race: Race, *, count: int, rate: str) -> dict[str, Outcome]:
     return {name: Outcome(seconds=tuple(data["seconds"]), held=data["held"]) for name, data in found.items()}
 
 
-def run(race: Race, team: Ranks | TorchrunRanks) -> dict[str, Outcome]:
+def run(race: Race, team: LocalRanks | TorchrunRanks) -> dict[str, Outcome]:
     """All contenders' steps in turn."""
     seen = load_workload(race.model, batch=race.batch)
     for contender in race.contenders:
@@ -94,7 +94,7 @@ def run(race: Race, team: Ranks | TorchrunRanks) -> dict[str, Outcome]:
     return {name: Outcome(seconds=tuple(steps), held=held.get(name, {})) for name, steps in times.items()}
 
 
-def _start(contender: Contender, seen: Workload, team: Ranks | TorchrunRanks) -> None:
+def _start(contender: Contender, seen: Workload, team: LocalRanks | TorchrunRanks) -> None:
     if contender.strategy == DDP:
         team(begin_peer, seen.example, [seen.graph.batch_dim(name) for name in (*seen.graph.inputs, *seen.graph.targets)])
         return

@@ -19,7 +19,7 @@ from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.scaling import Row, Study
 from fourfold.plans import lower_plan, named
 from fourfold.reproduce.race import OPTIMIZER, Contender, Outcome, Race, between, local
-from fourfold.reproduce.study import Expectation, Progress, Reproduction, Steps, Table, at_least, near, silent
+from fourfold.reproduce.study import Expectation, Progress, Reproduction, Steps, Table, at_least, close_to, silent
 from fourfold.runs.reference import Reference
 from fourfold.runs.verify import verify
 from fourfold.runtime.rank_pool import rank_pool
@@ -170,7 +170,7 @@ def _held(outcomes: dict[int, dict[str, Outcome]]) -> tuple[Table, list[Expectat
             )
             if k > 1:
                 expected.append(
-                    near(
+                    close_to(
                         f"{ranks} ranks, K = {k}: weights saved, f (1 - 1/K), %",
                         100 * saved,
                         100 * share * (1 - 1 / k),
@@ -204,7 +204,9 @@ def _buffers(steps: Steps) -> tuple[Table, list[Expectation]]:
         once, often = gathered(f"splitbrain:k={k},passes=1", k), gathered(f"splitbrain:k={k}", k)
         rows.append((str(k), bytes_text(once), bytes_text(often), f"{once / often:.2f}"))
         expected.append(
-            near(f"K = {k}: the buffer of one pass is so many times smaller", once / often, k, within=0.01, mark="remembered")
+            close_to(
+                f"K = {k}: the buffer of one pass is so many times smaller", once / often, k, within=0.01, mark="remembered"
+            )
         )
     return Table(
         title=f"The largest buffer that activations are gathered into, {EACH} examples a rank",

@@ -91,7 +91,7 @@ class Reproduction:
         }
 
 
-def near(
+def close_to(
     what: str, ours: float, paper: float, *, within: float, mark: Mark, digits: int = 3, chief: bool = False
 ) -> Expectation:
     """A number that should be as near as this, relative."""

@@ -26,7 +26,7 @@ from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.precision import PRECISIONS, lowered_for, set_matrix_mode
 from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.host.devices import own_device
-from fourfold.runtime.host.scratch import writing
+from fourfold.runtime.host.scratch import explain_write_errors
 from fourfold.runtime.kernels import Randomness
 from fourfold.workload.workload import stored_tensors
 
@@ -62,7 +62,7 @@ def save_data(example: Example, path: Path, examples: Mapping[str, list[Tensor]]
     """Write the initial state, the whole inputs and, where there are, sets of examples by their names for the ranks to read;
     the state is also the answer."""
     state = {key: tensor.detach().to("cpu", copy=True) for key, tensor in stored_tensors(example).items()}
-    with writing("the model's state and data"):
+    with explain_write_errors("the model's state and data"):
         torch.save({"state": state, "inputs": [t.detach().cpu() for t in example.tensors], **(examples or {})}, path)
     return state
 
@@ -91,7 +91,7 @@ def execute_run(task: ComparisonRun) -> dict[str, Any]:
     data = torch.load(task.data, mmap=True, weights_only=True)
     trial = run_steps(task, data["state"], data["inputs"])
     if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
-        with writing("what the ranks computed"):
+        with explain_write_errors("what the ranks computed"):
             save_result(trial, task.result)
     return {"hash": task.graph.hash, "losses": trial.losses, **trial.facts}
 

@@ -41,3 +41,22 @@ class OtherRounding(TorchDispatchMode):
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
         draw = torch.randint(-1, 2, tensor.shape, generator=self.generators[device], device=device).to(tensor.dtype)
         tensor.mul_(1 + draw * torch.finfo(tensor.dtype).eps)
+
+
+def nudged(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Each element up or down by one unit in the last place of a dtype."""
+    if tensor.is_complex():
+        return torch.view_as_complex(nudged(torch.view_as_real(tensor.detach().resolve_conj()), dtype, generator))
+    if dtype == torch.bfloat16:
+        return _rounded_either_way(tensor.detach(), generator)
+    exact = tensor.detach().to(dtype)
+    up = torch.rand(exact.shape, generator=generator) < 0.5
+    return torch.nextafter(exact, torch.where(up, torch.inf, -torch.inf).to(dtype))
+
+
+def _rounded_either_way(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element rounded to one of its two neighbours in bf16, in the tensor's own dtype."""
+    near = tensor.to(torch.bfloat16)
+    side = torch.where(tensor > near.to(tensor.dtype), torch.inf, -torch.inf).to(torch.bfloat16)
+    far = torch.where(tensor == near.to(tensor.dtype), near, torch.nextafter(near, side))
+    return torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, near, far).to(tensor.dtype)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.plans import Plan
 from fourfold.runtime.host.devices import RankDevices, init_process_group, rank_devices, take_device
-from fourfold.runtime.host.launch import Ranks
+from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.host.peers import lost_rank
 
 MEETING_SECONDS = 0.02  # between two looks at who has come up
@@ -107,7 +107,7 @@ def is_leader() -> bool:
 
 def rank_pool(
     count: int | None, *, timeout: float = 3600.0, device: str = "cpu", share_gpu: bool = False
-) -> Ranks | TorchrunRanks:
+) -> LocalRanks | TorchrunRanks:
     """The ranks to run on: those of torchrun if it started us, else `count` local ones; on a kind of device.
 
     The timeout is for a rank lost in computing; one that waits for another in vain fails by that collective's own.
@@ -121,12 +121,12 @@ def rank_pool(
         raise InvalidInput("how many ranks? give --ranks N, or start under torchrun")
     if count < 1:
         raise InvalidInput(f"--ranks {count}; use at least 1")
-    return Ranks(count, timeout=timeout, devices=rank_devices(device, count, share_gpu=share_gpu))
+    return LocalRanks(count, timeout=timeout, devices=rank_devices(device, count, share_gpu=share_gpu))
 
 
-def share(ranks: Ranks | TorchrunRanks, compute: Callable[[], T]) -> T:
+def share(ranks: LocalRanks | TorchrunRanks, compute: Callable[[], T]) -> T:
     """A value the leader computes and everyone gets; with local ranks, simply the value."""
-    if isinstance(ranks, Ranks):
+    if isinstance(ranks, LocalRanks):
         return compute()
     with _failures():
         return from_first_rank(compute)

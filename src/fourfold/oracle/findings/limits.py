@@ -101,7 +101,7 @@ def _smallest_loops(part: LoweredStage) -> dict[tuple[str, str], tuple[int, str]
     for step in anchors:
         mine = step.labels()
         for axis, label in labels:
-            sizes = [loop.size // loop.unit // loop.outer for loop in step.nest.labelled(label)]
+            sizes = [loop.size // loop.unit // loop.outer for loop in step.nest.loops_with_label(label)]
             if sizes and mine.get(axis) in (label, "replicate"):
                 out[axis, label] = min(out.get((axis, label), (max(sizes), step.op.path)), (max(sizes), step.op.path))
     return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fourfold.plans.layout.exchange import Exchange, Step, Transfer, transfers
+from fourfold.plans.layout.exchange import Exchange, ExchangeStep, Transfer, transfers
 from fourfold.plans.lists.paths import Paths
 
 
@@ -26,7 +26,7 @@ def exchange_memory(exchange: Exchange, rank: int, item: int, paths: Paths) -> t
     return tuple(_moved(step, rank, item, paths) for step in exchange.steps)
 
 
-def _moved(step: Step, rank: int, item: int, paths: Paths) -> ExchangeMemory:
+def _moved(step: ExchangeStep, rank: int, item: int, paths: Paths) -> ExchangeMemory:
     coords = step.mesh.coords(rank)
     size = math.prod(step.target.local_shape(coords)) * item
     source = math.prod(step.source.local_shape(coords)) * item
@@ -45,13 +45,13 @@ def _moved(step: Step, rank: int, item: int, paths: Paths) -> ExchangeMemory:
     return _all_to_all(step, rank, size, item)
 
 
-def joins(step: Step, rank: int) -> bool:
+def joins(step: ExchangeStep, rank: int) -> bool:
     """Whether the parts of an all-gather or a reduce-scatter lie one after the other in the whole: nothing is copied."""
     whole = step.target if step.pattern == "all_gather" else step.source
     return math.prod(whole.local_shape(step.mesh.coords(rank))[: step.dim]) == 1
 
 
-def _local(step: Step, rank: int, size: int, item: int) -> ExchangeMemory:
+def _local(step: ExchangeStep, rank: int, size: int, item: int) -> ExchangeMemory:
     shape = step.target.local_shape(step.mesh.coords(rank))
     gives = [t for t in transfers(step, rank, incoming=False) if t.peer == rank]
     if len(gives) == 1 and gives[0].shape == shape:
@@ -77,7 +77,7 @@ def _joining(transfer: Transfer, held: tuple[int, ...]) -> int:
     return max(a + b for a, b in zip([0, *made], made, strict=False))
 
 
-def _all_to_all(step: Step, rank: int, size: int, item: int) -> ExchangeMemory:
+def _all_to_all(step: ExchangeStep, rank: int, size: int, item: int) -> ExchangeMemory:
     """Pieces that are no runs of memory are copied, then packed; what arrives is unpacked from a buffer. All that is still
     there when the rank's own part is put into the result."""
     held = step.source.local_shape(step.mesh.coords(rank))

@@ -213,7 +213,7 @@ class RankReplay:
         for slices in messages.slices:
             if slices.path == "shared":
                 self.heap.take(2 * self._chunk(stage, slices), "slices")
-        if messages.near:
+        if messages.weights_shared:
             self.heap.take(messages.ring_bytes, "ring")
 
     def _item(self, dtype: str) -> int:

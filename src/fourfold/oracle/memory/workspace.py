@@ -152,7 +152,7 @@ def _elementwise_loss(share: Share, gradients: Sequence[bool], block: int) -> Wo
 @_kernel("random")
 def _random(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     """Numbers drawn, and the mask before it is scaled."""
-    return Workspace(share.result_bytes(0)) if share.step.nest.kept else Workspace()
+    return Workspace(share.result_bytes(0)) if share.step.nest.saved_extra else Workspace()
 
 
 @_kernel("attention")
@@ -167,7 +167,7 @@ def _attention(share: Share, gradients: Sequence[bool], block: int) -> Workspace
 @_kernel("lstm")
 def _lstm(share: Share, gradients: Sequence[bool], block: int) -> Workspace:
     """oneDNN's scratchpad and reordered weights, a layer at a time: about its gates and a page for eight hidden numbers."""
-    gates = [share.kept_bytes(k) for k in share.step.nest.kept if k.page > 1][:1]
+    gates = [share.kept_bytes(k) for k in share.step.nest.saved_extra if k.page > 1][:1]
     layers = math.prod((share.step.op.args[4], 2 if share.step.op.args[7] else 1))
     weights = sum(share.operand_bytes(k) for k in range(3, len(share.operands))) // layers
     extra = sum(gates) + 512 * share.operands[1][2] + weights

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fourfold.oracle.memory.allocator import Allocator, Block
-from fourfold.plans.layout.exchange import Step
+from fourfold.plans.layout.exchange import ExchangeStep
 from fourfold.plans.lists.actions import Bunch
 from fourfold.plans.lowering.program import Move
 
@@ -88,6 +88,6 @@ class DividedWeights:
             self.item(m.value) * (step.received_elements(self.rank) + step.sent_elements(self.rank)) for m, step in pairs
         )
 
-    def _local_bytes(self, step: Step, move: Move) -> int:
+    def _local_bytes(self, step: ExchangeStep, move: Move) -> int:
         """Bytes of what an exchange gives this rank."""
         return math.prod(step.target.local_shape(step.mesh.coords(self.rank))) * self.item(move.value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fourfold.graph import Graph
 from fourfold.graph.spec import computed_as
 from fourfold.ops.nest import Nest, Window
-from fourfold.ops.window import Sliding
+from fourfold.ops.window import SlidingWindow
 from fourfold.oracle.prices.kernels import FREE_TARGETS, kernel_of
 from fourfold.oracle.prices.prices import Prices
 from fourfold.plans.layout.mesh import Mesh
@@ -102,7 +102,7 @@ def _layer(
 
 
 def _size(nest: Nest, label: str) -> int:
-    return max((loop.size // loop.unit // loop.outer for loop in nest.labelled(label)), default=0)
+    return max((loop.size // loop.unit // loop.outer for loop in nest.loops_with_label(label)), default=0)
 
 
 def _places(nest: Nest) -> int:
@@ -115,7 +115,7 @@ def _halo(nest: Nest, x: tuple[int, ...], y: tuple[int, ...]) -> tuple[float, fl
     """Numbers in floor(k/2) border rows of input and output, k the window along the first domain dim."""
     for dim, terms in enumerate(nest.operands[0] if nest.operands else ()):
         for term in terms:
-            if isinstance(term, Window) and isinstance(term.need, Sliding) and "domain:0" in nest.loop(term.loop).labels:
+            if isinstance(term, Window) and isinstance(term.need, SlidingWindow) and "domain:0" in nest.loop(term.loop).labels:
                 rows = term.need.dilation * (term.need.kernel - 1) // 2
                 return rows * math.prod(x) / x[dim], rows * math.prod(y) / max(y[dim], 1)
     return 0.0, 0.0

@@ -56,7 +56,7 @@ def _cost(cluster: Cluster, channel: Channel, groups: int, collective: Collectiv
 
 
 def _measured(cluster: Cluster, channel: Channel, groups: int, collective: Collective, size: float) -> Cost | None:
-    for curve in cluster.measured.of(collective, cluster.links[channel.level].name):
+    for curve in cluster.measured.curves_of(collective, cluster.links[channel.level].name):
         if (curve.ranks, curve.groups) == (channel.ranks, groups):
             read = reading(curve, size)
             return Cost(seconds=read.seconds, spread=read.spread, measured=True, extrapolated=read.extrapolated)

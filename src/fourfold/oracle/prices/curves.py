@@ -36,8 +36,8 @@ def reading(curve: Curve, size: float) -> Reading:
     right = bisect_right(sizes, size)
     share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
     time = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
-    near = right if share > 0.5 else right - 1
-    return Reading(time, _spread(curve, near, time / seconds[near]), False)
+    point = right if share > 0.5 else right - 1
+    return Reading(time, _spread(curve, point, time / seconds[point]), False)
 
 
 def _spread(curve: Curve, index: int, factor: float) -> float | None:

@@ -107,7 +107,7 @@ class Prices:
     def share(self, rank: int) -> float:
         """The part of its device a rank computes with: on a processor, its threads; taking turns on cores is the replay's."""
         cores = self.cluster.device(rank).cores
-        return max(1, cores // self.cluster.sharers(rank)) / cores if cores else 1.0
+        return max(1, cores // self.cluster.ranks_per_device(rank)) / cores if cores else 1.0
 
     def collective(self, kind: Collective, groups: tuple[tuple[int, ...], ...], size: float) -> Cost:
         """The time of a collective of several groups at once; `size` in bytes as `cluster.Curve` says."""

@@ -41,7 +41,7 @@ class Lane:
     beside: int = 0  # ranks of other lanes there, whose exchanges at the same time are in the measured times of this one's
 
     @property
-    def near(self) -> bool:
+    def within_node(self) -> bool:
         """Whether its exchanges stay within a node, and so use its cores."""
         return len(self.nodes) == 1
 
@@ -140,7 +140,7 @@ class Replay:
         state.waiting, state.running, state.begun = None, True, self.now
         state.left, state.blocked, state.busy = work.seconds, work.blocked, work.busy
         state.mean_over_max = work.mean_over_max if work.seconds else 1.0
-        if state.left or lane.near:
+        if state.left or lane.within_node:
             self._use_cores(k, state.mean_over_max)
         self._schedule_end(k)
         return True
@@ -194,11 +194,11 @@ class Replay:
         """End a lane's work: its exchanges follow, or its action is over."""
         lane, state = self.lanes[k], self.states[k]
         if state.left and state.blocked:
-            self._use_cores(k, (1.0 if lane.near else 0.0) - state.mean_over_max)
+            self._use_cores(k, (1.0 if lane.within_node else 0.0) - state.mean_over_max)
             state.left, state.mean_over_max = 0.0, 1.0
             self._schedule_end(k)
             return
-        if state.left or lane.near:
+        if state.left or lane.within_node:
             self._use_cores(k, -state.mean_over_max)
         state.left = state.blocked = 0.0
         task = lane.tasks[state.at]
@@ -241,7 +241,7 @@ class Replay:
     def _speed(self, k: int) -> float:
         """How fast a lane works: the slowest of its nodes decides."""
         lane, state = self.lanes[k], self.states[k]
-        if not self.on or (not state.left and not lane.near):
+        if not self.on or (not state.left and not lane.within_node):
             return 1.0
         slowest = 1.0
         for node, own in lane.nodes:

@@ -13,7 +13,7 @@ from fourfold.oracle.memory.exchange_memory import joins
 from fourfold.oracle.prices.collectives import Cost
 from fourfold.oracle.prices.prices import UNKNOWN_SPREAD, Prices
 from fourfold.oracle.time.items import Category, Item
-from fourfold.plans.layout.exchange import Exchange, Step
+from fourfold.plans.layout.exchange import Exchange, ExchangeStep
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.paths import Paths
 
@@ -59,17 +59,19 @@ class StageComm:
             if step.pattern in ("local", "none"):
                 out.append(self.copy(category, value, 2 * size))
             else:
-                near = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
-                out.append(self.collective(category, value, "shared_gather" if near else step.pattern, step.axes, size))
+                through_memory = step.pattern == "all_reduce" and self.paths.small(step.axes, size)
+                out.append(
+                    self.collective(category, value, "shared_gather" if through_memory else step.pattern, step.axes, size)
+                )
                 packed = max(_packed_bytes(step, member, item) for member in self.members)
                 out += [self.copy(category, value, 2 * packed)] if packed else []
         return out
 
-    def size(self, step: Step, item: int) -> float:
+    def size(self, step: ExchangeStep, item: int) -> float:
         """The bytes of a collective, as curves define them, on the rank that has most."""
         return float(max(step.size(member, item) for member in self.members))
 
-    def sent_bytes(self, step: Step, item: int) -> float:
+    def sent_bytes(self, step: ExchangeStep, item: int) -> float:
         """The bytes the rank that gives most has for others."""
         return max(_sent_bytes(step, member, item) for member in self.members)
 
@@ -121,7 +123,7 @@ def groups_along(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> t
     return tuple(tuple(ranks[member] for member in group) for group in mesh.groups(axes))
 
 
-def _packed_bytes(step: Step, member: int, item: int) -> float:
+def _packed_bytes(step: ExchangeStep, member: int, item: int) -> float:
     """Bytes that a rank copies to pack an exchange, and to unpack it."""
     coords = step.mesh.coords(member)
     have, want = (float(math.prod(layout.local_shape(coords)) * item) for layout in (step.source, step.target))
@@ -132,5 +134,5 @@ def _packed_bytes(step: Step, member: int, item: int) -> float:
     return 0.0
 
 
-def _sent_bytes(step: Step, member: int, item: int) -> float:
+def _sent_bytes(step: ExchangeStep, member: int, item: int) -> float:
     return float(item * step.sent_elements(member))

@@ -25,9 +25,9 @@ class Grid:
     splits: dict[str, tuple[str, ...]]
 
 
-def grids(devices: int, batch: int, *, near: int, domains: int) -> Iterator[Grid]:
-    """All grids of so many devices, `near` of which make a node; `domains`: dims of the domain the inputs have."""
-    widest = WIDEST if devices <= WIDEST or batch < devices else min(WIDEST, max(2 * near, 2))
+def grids(devices: int, batch: int, *, node_size: int, domains: int) -> Iterator[Grid]:
+    """All grids of so many devices, `node_size` of which make a node; `domains`: dims of the domain the inputs have."""
+    widest = WIDEST if devices <= WIDEST or batch < devices else min(WIDEST, max(2 * node_size, 2))
     far = FAR if batch < devices else ("batch",)
     for inner in divisors(devices):
         outer = devices // inner

@@ -54,11 +54,11 @@ class _State:
         self.tables = [table for table in self.tables if group not in table[0]]
         pairs = [pair for pair in problem.pairs if group in pair and pair not in self.done]
         self.done.update(pairs)
-        near = sorted({group, *(n for names, _ in mine for n in names), *(n for pair in pairs for n in pair)})
-        near.remove(group)
+        neighbours = sorted({group, *(n for names, _ in mine for n in names), *(n for pair in pairs for n in pair)})
+        neighbours.remove(group)
         out: dict[tuple[int, ...], _Labels] = {}
-        for cell in itertools.product(*(range(len(problem.costs[n])) for n in near)):
-            at = dict(zip(near, cell, strict=True))
+        for cell in itertools.product(*(range(len(problem.costs[n])) for n in neighbours)):
+            at = dict(zip(neighbours, cell, strict=True))
             found = [
                 labels
                 for c in range(len(problem.costs[group]))
@@ -66,7 +66,7 @@ class _State:
             ]
             if found:
                 out[cell] = self._thinned(_front(found))
-        self.tables.append((tuple(near), out))
+        self.tables.append((tuple(neighbours), out))
         return bool(out)
 
     def _sum(

@@ -54,20 +54,20 @@ def _valued(singles: tuple[np.ndarray, ...], pairs: Mapping[tuple[int, int], np.
 def elimination_order(sizes: list[int], pairs: list[tuple[int, int]], limit: int) -> tuple[list[int], set[int]]:
     """Groups in an order of small tables: next the one whose table is smallest. And, where that is over the limit, the
     neighbours that make it so."""
-    near: dict[int, set[int]] = {k: set() for k in range(len(sizes))}
+    neighbours: dict[int, set[int]] = {k: set() for k in range(len(sizes))}
     for j, k in pairs:
-        near[j].add(k)
-        near[k].add(j)
-    left, order = set(near), list[int]()
+        neighbours[j].add(k)
+        neighbours[k].add(j)
+    left, order = set(neighbours), list[int]()
     while left:
-        entries = {k: float(np.prod([float(sizes[n]) for n in (k, *near[k])])) for k in left}
+        entries = {k: float(np.prod([float(sizes[n]) for n in (k, *neighbours[k])])) for k in left}
         group = min(left, key=lambda k: (entries[k], k))
         if entries[group] > limit:
-            most = max(sizes[n] for n in (group, *near[group]))
-            return order, {n for n in (group, *near[group]) if sizes[n] == most}
-        for n in near[group]:
-            near[n] |= near[group] - {n}
-            near[n].discard(group)
+            most = max(sizes[n] for n in (group, *neighbours[group]))
+            return order, {n for n in (group, *neighbours[group]) if sizes[n] == most}
+        for n in neighbours[group]:
+            neighbours[n] |= neighbours[group] - {n}
+            neighbours[n].discard(group)
         left.discard(group)
         order.append(group)
     return order, set()

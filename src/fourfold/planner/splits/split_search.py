@@ -73,8 +73,8 @@ class SplitSearch:
         return Surrogate(graph=self.graph, groups=self.split_groups(size), live=self.live, place=place, fixed=self.task.fixed)
 
     def grids(self) -> Iterator[Grid]:
-        near = len(self.task.cluster.node_ranks(0))
-        yield from grids(self.task.devices, self.task.batch, near=near, domains=self.domains)
+        node_size = len(self.task.cluster.node_ranks(0))
+        yield from grids(self.task.devices, self.task.batch, node_size=node_size, domains=self.domains)
 
     def plans(self, grid: Grid) -> Iterator[SplitPlan | Refusal]:
         """The best plans of a grid."""

@@ -76,7 +76,7 @@ class MeshOnRanks:
 
     @cached_property
     def sharers(self) -> int:
-        return self.prices.cluster.sharers(self.ranks[0])
+        return self.prices.cluster.ranks_per_device(self.ranks[0])
 
     @cached_property
     def crowd(self) -> float:
@@ -244,7 +244,7 @@ def _part_count(place: MeshOnRanks, axes: Iterable[str], splits: Iterable[str], 
 
 def _most_parts(nest: Nest, split: str) -> int:
     """Into how many parts a split can go."""
-    return max((loop.size // loop.unit // loop.outer for loop in nest.labelled(split)), default=0)
+    return max((loop.size // loop.unit // loop.outer for loop in nest.loops_with_label(split)), default=0)
 
 
 def _lowered_cost(group: SplitGroup, choice: Choice, place: MeshOnRanks, live: frozenset[str]) -> SplitCost:

@@ -16,7 +16,7 @@ from fourfold.graph import Graph
 from fourfold.oracle.predict import Prediction
 from fourfold.planner.search_task import AUTO
 from fourfold.plans.spec.plan import Plan
-from fourfold.plans.strategies.balance import openings
+from fourfold.plans.strategies.balance import stage_openings
 
 ROUNDS = 8
 FEW = 8  # stages up to which every boundary is tried
@@ -29,13 +29,13 @@ def hill_climb(
     whether the search must stop."""
     best = candidate
     for _ in range(ROUNDS):
-        near = []
+        moved = []
         for plan in shifted(graph, best.plan, _movable(best)):
             if out_of_time():
                 return best
             with suppress(Error):  # a stage that cannot begin there
-                near.append(replay(replace(plan, strategy=AUTO)))
-        better = min(near, key=lambda c: c.step_seconds, default=best)
+                moved.append(replay(replace(plan, strategy=AUTO)))
+        better = min(moved, key=lambda c: c.step_seconds, default=best)
         if better.step_seconds >= best.step_seconds or (best.feasible and not better.feasible):
             break
         best = better
@@ -54,7 +54,7 @@ def _movable(candidate: Prediction) -> range:
 def shifted(graph: Graph, plan: Plan, boundaries: Iterable[int]) -> Iterator[Plan]:
     """A plan with one of the boundaries one place earlier or later."""
     order = {op.path: k for k, op in enumerate(graph.ops)}
-    places = sorted(order[path] for path in openings(graph, plan.batch, len(plan.stages)))
+    places = sorted(order[path] for path in stage_openings(graph, plan.batch, len(plan.stages)))
     firsts = [order[stage.first] for stage in plan.stages]
     paths = [op.path for op in graph.ops]
     for k in boundaries:

@@ -17,7 +17,7 @@ import numpy as np
 from fourfold.graph import Graph
 from fourfold.planner.splits.surrogate import Surrogate
 from fourfold.plans.spec.plan import Plan
-from fourfold.plans.strategies.balance import alive_bytes, heads, least_loaded, places
+from fourfold.plans.strategies.balance import alive_bytes, balanced_cuts, boundary_candidates, may_begin_stage
 
 SYNCHRONOUS = ("1f1b-so", "1f1b-sno")
 """Schedules to choose from: the faster one first, which holds more."""
@@ -77,7 +77,7 @@ def layers(graph: Graph, surrogate: Surrogate, chosen: Sequence[int], starts: Co
         stored=stored,
         kept=kept,
         alive=alive_bytes(concrete, names),
-        heads=tuple(heads(concrete, ops)),
+        heads=tuple(may_begin_stage(concrete, ops)),
         may_begin=tuple(op.path in starts for op in ops),
     )
 
@@ -90,7 +90,7 @@ def partition(
     inner = boundaries(some, len(speeds))
     kinds = zip(speeds, flights, rooms, strict=True)
     loads = [load(some, inner, speed=v, flight=flight, room=room, transfer=transfer) for v, flight, room in kinds]
-    cuts, slowest = least_loaded(loads)
+    cuts, slowest = balanced_cuts(loads)
     if not np.isfinite(slowest):
         return None
     ends = np.array([0, *inner])
@@ -99,7 +99,7 @@ def partition(
 
 def boundaries(some: Layers, count: int) -> list[int]:
     """Where so many stages may begin, the first left out."""
-    return [k for k in places(some.seconds, some.alive, list(some.heads), count, "stages") if some.may_begin[k]]
+    return [k for k in boundary_candidates(some.seconds, some.alive, list(some.heads), count, "stages") if some.may_begin[k]]
 
 
 def load(

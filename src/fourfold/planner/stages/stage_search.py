@@ -62,8 +62,8 @@ def _unequal(task: SearchTask) -> range:
 def _grids(task: SearchTask, ranks: int) -> Iterator[Grid]:
     """Inside a stage: examples over all ranks, or weights within a node and examples across."""
     yield Grid(mesh=Mesh.of(data=ranks), splits={DATA: ("batch",)})
-    near = len(task.cluster.node_ranks(0))
-    inner = max((d for d in divisors(ranks) if d <= near and d > 1), default=1)
+    node_size = len(task.cluster.node_ranks(0))
+    inner = max((d for d in divisors(ranks) if d <= node_size and d > 1), default=1)
     if inner > 1:
         axes = Mesh.of(data=ranks // inner, model=inner) if inner < ranks else Mesh.of(model=inner)
         yield Grid(mesh=axes, splits={DATA: ("batch",), MODEL: EVERY})

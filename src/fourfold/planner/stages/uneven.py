@@ -17,7 +17,7 @@ from fourfold.planner.stages.partition import SYNCHRONOUS, StagedPlan, boundarie
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.plan import Stage
 from fourfold.plans.spec.schedule import schedule_named
-from fourfold.plans.strategies.balance import least_loaded_by
+from fourfold.plans.strategies.balance import balanced_cuts_and_ranks
 
 
 def uneven(task: SearchTask, splitting: SplitSearch, count: int, micro: int) -> Iterator[StagedPlan]:
@@ -40,7 +40,7 @@ def uneven(task: SearchTask, splitting: SplitSearch, count: int, micro: int) -> 
         return load(kinds[ranks][0], inner, speed=1.0, flight=turns.in_flight(stage), room=room, transfer=transfer)
 
     loads = [{ranks: loaded(ranks, stage) for ranks in kinds} for stage in range(count)]
-    found = least_loaded_by(loads, task.devices)
+    found = balanced_cuts_and_ranks(loads, task.devices)
     if found is None or len(set(found[1])) == 1:  # equal ones were tried
         return
     cuts, sizes, slowest = found

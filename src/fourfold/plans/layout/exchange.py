@@ -37,7 +37,7 @@ class Exchange:
         return Exchange(self.mesh, self.target.dual, self.source.dual)
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ExchangeStep, ...]:
         return _steps(self)
 
     @property
@@ -47,7 +47,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ExchangeStep:
     """One collective: its pattern and the axes its groups span."""
 
     mesh: Mesh
@@ -106,7 +106,7 @@ class Transfer:
         return math.prod(self.shape)
 
 
-def transfers(step: Step, rank: int, *, incoming: bool) -> list[Transfer]:
+def transfers(step: ExchangeStep, rank: int, *, incoming: bool) -> list[Transfer]:
     """The boxes a rank takes from (or gives to) each member of its group, itself included; empty ones left out."""
     mesh, own = step.mesh, step.mesh.coords(rank)
     layout, other = (step.target, step.source) if incoming else (step.source, step.target)
@@ -121,7 +121,7 @@ def transfers(step: Step, rank: int, *, incoming: bool) -> list[Transfer]:
 
 
 @lru_cache(maxsize=65536)
-def _element_count(step: Step, rank: int, *, incoming: bool) -> int:
+def _element_count(step: ExchangeStep, rank: int, *, incoming: bool) -> int:
     """Elements of `transfers` with others, without listing these."""
     mine, theirs = (step.target, step.source) if incoming else (step.source, step.target)
     at = step.mesh.coords(rank)
@@ -135,23 +135,23 @@ def _free(source: Layout, target: Layout) -> frozenset[str]:
 
 
 @lru_cache(maxsize=65536)
-def _steps(exchange: Exchange) -> tuple[Step, ...]:
+def _steps(exchange: Exchange) -> tuple[ExchangeStep, ...]:
     """All-reduce what is partial and wanted everywhere, then move the rest at once."""
     mesh, source, target = exchange.mesh, exchange.source, exchange.target
-    out: list[Step] = []
+    out: list[ExchangeStep] = []
     reduce = mesh.ordered(a for a in source.partial - target.partial - target.sharded if mesh.extent(a) > 1)
     if reduce:
         cut = _local_slice(mesh, source, target)
         if cut != source:
-            out.append(Step(mesh, source, cut, "local", ()))
+            out.append(ExchangeStep(mesh, source, cut, "local", ()))
         whole = Layout(cut.dims, cut.partial - set(reduce))
-        out.append(Step(mesh, cut, whole, "all_reduce", reduce))
+        out.append(ExchangeStep(mesh, cut, whole, "all_reduce", reduce))
         source = whole
     axes = _communication_axes(mesh, source, target)
     if axes:
         out.append(_collective_step(mesh, source, target, axes))
     elif source.dims != target.dims:
-        out.append(Step(mesh, source, target, "local", ()))
+        out.append(ExchangeStep(mesh, source, target, "local", ()))
     return tuple(out)
 
 
@@ -194,18 +194,18 @@ def _never_overlap(have: Own, want: Own, axis: str) -> bool:
     return all(place == k for k, members in enumerate(a.sets) for place in b.overlapping(members))
 
 
-def _collective_step(mesh: Mesh, source: Layout, target: Layout, axes: tuple[str, ...]) -> Step:
+def _collective_step(mesh: Mesh, source: Layout, target: Layout, axes: tuple[str, ...]) -> ExchangeStep:
     changed = [d for d, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)) if a != b]
     if len(changed) == 1 and len(axes) == 1:
         (dim,), (axis,) = changed, axes
         have, want = source.dims[dim], target.dims[dim]
         rest = source.partial == target.partial
         if axis in have.axes and want == have.project(set(have.axes) - {axis}) and rest and _is_even_and_in_order(have, axis):
-            return Step(mesh, source, target, "all_gather", axes, dim)
+            return ExchangeStep(mesh, source, target, "all_gather", axes, dim)
         summed = source.partial - target.partial == {axis} and axis not in have.axes
         if summed and have == want.project(set(want.axes) - {axis}) and _is_even_and_in_order(want, axis):
-            return Step(mesh, source, target, "reduce_scatter", axes, dim)
-    return Step(mesh, source, target, "all_to_all", axes)
+            return ExchangeStep(mesh, source, target, "reduce_scatter", axes, dim)
+    return ExchangeStep(mesh, source, target, "all_to_all", axes)
 
 
 @lru_cache(maxsize=65536)

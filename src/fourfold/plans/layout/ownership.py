@@ -120,7 +120,7 @@ class Own:
         """Give up the division along all axes but these: sets along the others are united."""
         return _projected(self, frozenset(axes))
 
-    def shifted(self, offset: int, size: int) -> Own:
+    def shift(self, offset: int, size: int) -> Own:
         """The same division of the indices moved by `offset` inside a dim of `size`, clipped to it."""
         return _shifted(self, offset, size)
 
@@ -203,7 +203,7 @@ def _whole(size: int) -> Own:
 
 @lru_cache(maxsize=65536)
 def _shifted(own: Own, offset: int, size: int) -> Own:
-    return Own(own.axes, own.extents, tuple(members.shifted(offset, size) for members in own.sets))
+    return Own(own.axes, own.extents, tuple(members.shift(offset, size) for members in own.sets))
 
 
 @lru_cache(maxsize=65536)

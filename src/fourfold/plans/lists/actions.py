@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.plans.layout.exchange import Step as ExchangeStep
+from fourfold.plans.layout.exchange import ExchangeStep
 from fourfold.plans.lists.comm_batches import Bucket
 from fourfold.plans.lists.paths import Path
 from fourfold.plans.lowering.program import Compute, Move, Repeat

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.plans.layout.exchange import Exchange, Step
+from fourfold.plans.layout.exchange import Exchange, ExchangeStep
 from fourfold.plans.lowering.program import Move, Program
 
 RING_BYTES = 16 * 2**20
@@ -17,7 +17,7 @@ Chunk = list[tuple[int, int, int]]
 """Number of a tensor, and its rows from one to before another."""
 
 
-def gradient_bytes(step: Step, item: int) -> int:
+def gradient_bytes(step: ExchangeStep, item: int) -> int:
     """The place a gradient has in that memory: of the largest any rank has, in whole cache lines."""
     return -(-item * math.prod(max(own.counts) for own in step.source.dims) // 64) * 64
 
@@ -95,7 +95,9 @@ def _travels(exchange: Exchange) -> bool:
     return len(exchange.steps) == 1 and exchange.steps[0].pattern != "local"
 
 
-def weight_bunches(steps: Sequence[Step], items: Sequence[int], dtypes: Sequence[object], *, most: int) -> list[list[int]]:
+def weight_bunches(
+    steps: Sequence[ExchangeStep], items: Sequence[int], dtypes: Sequence[object], *, most: int
+) -> list[list[int]]:
     """Numbers of exchanges that travel together: neighbours of the same axes and dtype, up to so many bytes of results.
     `items`: bytes of an element."""
     out: list[list[int]] = []

@@ -107,19 +107,19 @@ class StageMessages:
     @cached_property
     def gathers(self) -> tuple[Bunch, ...]:
         """Divided weights for forward."""
-        return () if self.near else self._bunched("gather", self.moves)
+        return () if self.weights_shared else self._bunched("gather", self.moves)
 
     @cached_property
     def refills(self) -> tuple[Bunch, ...]:
         """Divided weights for backward: those it reads and no others, in the order in which forward last uses them."""
         last = {move: n for n, user in enumerate(self.users) for move in self.backward_weights[id(user)]}
         place = {move: n for n, move in enumerate(self.moves)}
-        return () if self.near else self._bunched("refill", sorted(last, key=lambda move: (last[move], place[move])))
+        return () if self.weights_shared else self._bunched("refill", sorted(last, key=lambda move: (last[move], place[move])))
 
     @cached_property
     def returns(self) -> tuple[Bunch, ...]:
         """The gradients of divided weights, on their way to the owners of their parts."""
-        return () if self.near else self._bunched("sum", self.trained_moves, back=True)
+        return () if self.weights_shared else self._bunched("sum", self.trained_moves, back=True)
 
     def _bunched(self, word: str, moves: Sequence[Move], *, back: bool = False) -> tuple[Bunch, ...]:
         steps = [(m.exchange.adjoint if back else m.exchange).steps[0] for m in moves]
@@ -159,7 +159,7 @@ class StageMessages:
         groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for name in self._reduced:
             axes = self.program.reductions[name]
-            if self.paths.near(axes):
+            if self.paths.share_memory(axes):
                 groups.setdefault((axes, self.dtype(name)), []).append(name)
         out, left = [], self.shared_bytes
         for (axes, dtype), names in groups.items():
@@ -170,9 +170,9 @@ class StageMessages:
         return tuple(out)
 
     @cached_property
-    def near(self) -> bool:
+    def weights_shared(self) -> bool:
         """Whether divided weights, and their gradients, go through shared memory."""
-        return bool(self.moves) and self.paths.all_near and self._fits(self._weight_bytes, beside=self._sum_bytes)
+        return bool(self.moves) and self.paths.all_share_memory and self._fits(self._weight_bytes, beside=self._sum_bytes)
 
     @cached_property
     def slices(self) -> tuple[GatherSlices, ...]:
@@ -180,7 +180,7 @@ class StageMessages:
         return tuple(self._slices())
 
     def _slices(self) -> Iterator[GatherSlices]:
-        program, used = self.program, self._sum_bytes + (self._weight_bytes if self.near else 0)
+        program, used = self.program, self._sum_bytes + (self._weight_bytes if self.weights_shared else 0)
         groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for name, layout in program.updates.items():
             steps = Exchange(program.mesh, layout, program.stored[name]).steps
@@ -195,10 +195,10 @@ class StageMessages:
             most = max(sum(map(math.prod, some)) for some in shapes)
             elements = max(min(self.paths.policy.chunk_bytes // item, most), longest)
             size = 2 * self.paths.most_on_a_host * elements * item
-            near = self.paths.near(axes) and self._fits(size, beside=used)
-            used += size if near else 0
+            shared = self.paths.share_memory(axes) and self._fits(size, beside=used)
+            used += size if shared else 0
             taken = elements * (self.paths.extent(axes) - 1)
-            path: Path = "shared" if near else self.paths.one_to_all("all_gather", axes, 0, taken)
+            path: Path = "shared" if shared else self.paths.one_to_all("all_gather", axes, 0, taken)
             rounds = max(len(comm_batches.chunks(some, elements)) for some in shapes)
             yield GatherSlices(tuple(names), axes, dtype, elements, rounds, path)
 

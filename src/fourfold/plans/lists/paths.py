@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fourfold.plans.layout.exchange import Step
+from fourfold.plans.layout.exchange import ExchangeStep
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.placement import Placement
 from fourfold.plans.spec.policy import Policy
@@ -32,14 +32,14 @@ class Paths:
     ranks: tuple[int, ...]
     placement: Placement
     policy: Policy
-    _near: dict[tuple[str, ...], bool] = field(default_factory=dict, compare=False, repr=False)
+    _shared: dict[tuple[str, ...], bool] = field(default_factory=dict, compare=False, repr=False)
     _hosts: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict, compare=False, repr=False)
 
-    def near(self, axes: tuple[str, ...]) -> bool:
+    def share_memory(self, axes: tuple[str, ...]) -> bool:
         """Whether every group along the axes shares memory."""
-        if axes not in self._near:
-            self._near[axes] = all(self._shares(group) for group in self.mesh.groups(axes))
-        return self._near[axes]
+        if axes not in self._shared:
+            self._shared[axes] = all(self._shares(group) for group in self.mesh.groups(axes))
+        return self._shared[axes]
 
     @property
     def wide(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class Paths:
         return tuple(axis for axis in self.mesh.names if self.mesh.extent(axis) > 1)
 
     @property
-    def all_near(self) -> bool:
+    def all_share_memory(self) -> bool:
         """Whether all ranks of the stage share memory."""
         return self._shares(range(self.mesh.size))
 
@@ -61,9 +61,9 @@ class Paths:
 
     def small(self, axes: tuple[str, ...], size: float) -> bool:
         """Whether sums and gathers of so many bytes per rank go through shared memory."""
-        return 0 < size <= self.policy.small_bytes and self.near(axes)
+        return 0 < size <= self.policy.small_bytes and self.share_memory(axes)
 
-    def of(self, step: Step, member: int, item: int) -> Path:
+    def of(self, step: ExchangeStep, member: int, item: int) -> Path:
         """The way of one step of an exchange in the group of a member. `item`: bytes of an element."""
         if step.pattern == "all_reduce":
             return "shared" if self.small(step.axes, step.size(member, item)) else "collective"
@@ -71,7 +71,7 @@ class Paths:
             return self.several([step], step.axes, member)
         return self.one_to_all(step.pattern, step.axes, member, step.received_elements(member))
 
-    def several(self, steps: Iterable[Step], axes: tuple[str, ...], member: int) -> Path:
+    def several(self, steps: Iterable[ExchangeStep], axes: tuple[str, ...], member: int) -> Path:
         """The way of one or several all-to-all exchanges in one message per peer."""
         if self.hosts(axes, member) < 2:
             return "collective"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fourfold.graph.spec import item_bytes
-from fourfold.plans.layout.exchange import Exchange, Step
+from fourfold.plans.layout.exchange import Exchange, ExchangeStep
 from fourfold.plans.lists.actions import (
     Action,
     Await,
@@ -217,7 +217,7 @@ class _Stage:
             if step.axes and not self._skipped(step, size):
                 yield Record(step.pattern, self.paths.of(step, self.member, item), self._ranks(step.axes), size, value)
 
-    def _skipped(self, step: Step, size: int) -> bool:
+    def _skipped(self, step: ExchangeStep, size: int) -> bool:
         """Whether nothing travels: in an all-to-all because nobody needs anything, else because there are no elements."""
         if step.pattern == "all_to_all":
             return step.is_silent(self.member)

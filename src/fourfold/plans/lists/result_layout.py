@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.ops.strides import contiguous, dense_like, is_contiguous, is_dense, viewed
+from fourfold.ops.strides import contiguous_strides, dense_strides_like, is_contiguous, is_dense, view_strides
 from fourfold.plans.lists.saved_tensors import Share
 
 _PERMUTES = ("permute", "transpose", "t", "numpy_T", "mT", "swapaxes", "adjoint", "matrix_H", "movedim")
@@ -24,7 +24,7 @@ class Strided:
 
     @staticmethod
     def fresh(shape: tuple[int, ...]) -> Strided:
-        return Strided(shape, contiguous(shape))
+        return Strided(shape, contiguous_strides(shape))
 
 
 def _name(share: Share) -> str:
@@ -40,7 +40,7 @@ def results(share: Share, operands: Sequence[Strided], over: bool) -> list[Strid
     if over:
         return [Strided(first.shape, first.strides, 0)]
     if kernel == "reshape":
-        strides = viewed(first.shape, first.strides, shapes[0])
+        strides = view_strides(first.shape, first.strides, shapes[0])
         return [Strided.fresh(shapes[0]) if strides is None else Strided(shapes[0], strides, 0)]
     if name in _PERMUTES:
         return [Strided(shapes[0], _permuted(share, first), 0)]
@@ -57,7 +57,7 @@ def results(share: Share, operands: Sequence[Strided], over: bool) -> list[Strid
 def _fresh(share: Share, first: Strided, shape: tuple[int, ...]) -> Strided:
     """New memory: elementwise ops keep their input's order, and so does attention unless torch writes it out."""
     if share.step.nest.kernel == "attention" and not share.step.nest.detail["dropout"]:
-        return Strided(shape, dense_like(shape, first.strides))
+        return Strided(shape, dense_strides_like(shape, first.strides))
     pointwise = share.step.nest.kernel == "plain" and share.step.op.pointwise
     if pointwise and shape == first.shape and is_dense(shape, first.strides):
         return Strided(shape, first.strides)
@@ -71,7 +71,7 @@ def _idle(share: Share, name: str, first: Strided) -> bool:
     if name in _IF_SAME_TYPE:
         copies = share.step.op.kwargs.get("copy", False) or True in share.step.op.args[2:]
         return not copies and share.items[0] == share.result_items[0]
-    return share.step.nest.kernel == "random" and "dropout" in name and not share.step.nest.kept
+    return share.step.nest.kernel == "random" and "dropout" in name and not share.step.nest.saved_extra
 
 
 def _divided(share: Share) -> bool:
@@ -110,7 +110,7 @@ def passes_gradient(share: Share, k: int) -> bool:
     if kernel in ("reshape", "identity") or name in _PERMUTES:
         return True
     if name == "to" or kernel == "random":
-        return share.items[0] == share.result_items[0] and not share.step.nest.kept
+        return share.items[0] == share.result_items[0] and not share.step.nest.saved_extra
     if name in ("add", "sub"):
         return share.operands[k] == share.results[0] and (name == "add" or k == 0) and len(share.step.op.kwargs) == 0
     return name in _PASSING

@@ -1,8 +1,8 @@
 """What a rank's share of an op keeps from its forward to its backward, in bytes.
 
-For most ops the rule says it (`Nest.saved`, `when`, `kept`). Where a kernel of the runtime stands in for the op, because a loop
-is divided that its collectives must join or whose border must be padded, this knows what that kernel keeps; the names
-are those of `runtime.kernels`.
+For most ops the rule says it (`Nest.saved`, `saved_if`, `saved_extra`). Where a kernel of the runtime stands in for the op,
+because a loop is divided that its collectives must join or whose border must be padded, this knows what that kernel keeps;
+the names are those of `runtime.kernels`.
 
 Left out: single numbers, and tensors that a kernel makes once when it is bound.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fourfold.ops.nest import Kept, Window
+from fourfold.ops.nest import SavedExtra, Window
 from fourfold.ops.rule_tables import rule_for
 from fourfold.plans.layout.mesh import Coords
 from fourfold.plans.lowering.program import Compute
@@ -63,7 +63,7 @@ class Share:
         """Whether an axis divides one of the loops."""
         return any(name in loops for name in self.step.choice.values())
 
-    def kept_bytes(self, kept: Kept) -> int:
+    def kept_bytes(self, kept: SavedExtra) -> int:
         count = 1
         for dim in kept.dims:
             for term in dim:
@@ -109,8 +109,10 @@ def saving(share: Share, gradients: Sequence[bool]) -> Saving:
     special = _KERNELS.get(nest.kernel)
     found = special(share, gradients) if special is not None else None
     if found is None:
-        found = Saving(nest.saved, tuple(map(share.kept_bytes, nest.kept)))
-    wanted = (k for k in found.tensors if k not in nest.when or any(gradients[j] for j in nest.when[k] if j < len(gradients)))
+        found = Saving(nest.saved, tuple(map(share.kept_bytes, nest.saved_extra)))
+    wanted = (
+        k for k in found.tensors if k not in nest.saved_if or any(gradients[j] for j in nest.saved_if[k] if j < len(gradients))
+    )
     return Saving(tuple(wanted), found.buffers)
 
 
@@ -118,7 +120,7 @@ def saving(share: Share, gradients: Sequence[bool]) -> Saving:
 def _windows(share: Share, gradients: Sequence[bool]) -> Saving | None:
     """Windows over a border: the padded copy is kept, not the operand."""
     nest, padded = share.step.nest, share.padded()
-    kept = tuple(map(share.kept_bytes, nest.kept))
+    kept = tuple(map(share.kept_bytes, nest.saved_extra))
     spatial = range(len(nest.detail["kernel"]))
     if nest.kernel == "avg_pool" and share.divided(*(f"d{i}" for i in spatial)) and not nest.detail["divisor"]:
         kept = tuple(share.results[0][2 + i] * share.items[0] for i in spatial)  # what rows are divided by
@@ -191,7 +193,7 @@ def _attention(share: Share, gradients: Sequence[bool]) -> Saving | None:
     if not (detail["causal"] and share.divided("t")) or detail["dropout"] or len(share.operands) > 3:
         return None
     mask = q[2] * k[2] * share.items[0]
-    return Saving(nest.saved, (*map(share.kept_bytes, nest.kept), mask))
+    return Saving(nest.saved, (*map(share.kept_bytes, nest.saved_extra), mask))
 
 
 @_kernel("extreme", "moments", "logsumexp", "picked", "adaptive_max")

@@ -72,7 +72,7 @@ class StageList:
     @cached_property
     def begin(self) -> tuple[Action, ...]:
         """Before the first forward: weights in shared memory are read when all ranks have updated theirs."""
-        return (Barrier(),) if self.messages.near else ()
+        return (Barrier(),) if self.messages.weights_shared else ()
 
     # --- forward ---
 
@@ -151,7 +151,7 @@ class StageList:
         left = [bunch for bunch in messages.returns if not reached.issuperset(bunch.moves)]
         out: list[Action] = [Launch(bunch) for bunch in left if not reached.isdisjoint(bunch.moves)]
         out += [Limit(0)] if messages.moves else []
-        out += [Barrier()] if messages.near else []
+        out += [Barrier()] if messages.weights_shared else []
         found = messages.buckets(coords)
         out += [Complete(found)] if found else []
         return (*out, *messages.sums)
@@ -195,7 +195,7 @@ class _Forward:
                 yield Free(self.lists.frees[number])
 
     def _fetch(self, move: Move) -> Iterator[Action]:
-        if self.messages.near:
+        if self.messages.weights_shared:
             yield Fetch(move)
             return
         k = self.home[move]
@@ -210,7 +210,7 @@ class _ForwardAgain(_Forward):
     """The actions of a segment's second run: weights one by one."""
 
     def _fetch(self, move: Move) -> Iterator[Action]:
-        if self.messages.near:
+        if self.messages.weights_shared:
             yield Fetch(move)
             return
         bunch = Bunch(f"alone {move.target}", (move,), (move.exchange.steps[0],))

@@ -85,7 +85,7 @@ def _domain_dims(graph: Graph, name: str) -> dict[str, int]:
 
 
 def _first_label(graph: Graph, name: str, dim: int) -> str | None:
-    """The label of the first labelled loop a dim meets on its way."""
+    """The label of the first labelled loop that a dim reaches."""
     queue, seen = [(name, dim)], {(name, dim)}
     while queue:
         value, at = queue.pop(0)

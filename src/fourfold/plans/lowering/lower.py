@@ -8,19 +8,20 @@ a table of positions is computed only where its rows are used. A value asked for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.errors import Infeasible
 from fourfold.graph import Graph, Op
 from fourfold.index import IndexSet
-from fourfold.ops.nest import Nest, Window, nest_of, same
+from fourfold.ops.nest import Nest, Window, nest_of
 from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.ownership import Own
 from fourfold.plans.lowering.dim_hints import Hints, block_hints, domain_dims
 from fourfold.plans.lowering.lifetimes import segments
 from fourfold.plans.lowering.op_layouts import OpLayouts, op_layouts
+from fourfold.plans.lowering.op_splits import applicable_splits, nest_with_hints, scattered_splits
 from fourfold.plans.lowering.passes import Run, run_of
 from fourfold.plans.lowering.program import Compute, Move, Program, Repeat, Rows, Step, renamed
 from fourfold.plans.spec.plan import Passes, Plan
@@ -159,19 +160,19 @@ class _Lowering:
             else:
                 waiting.append(first)
 
-    def _wanted(self, name: str, need: Layout) -> Emission:
+    def _producer_emission(self, name: str, need: Layout) -> Emission:
         """The emission of the op that makes a free value, as its reader needs it."""
         op = self.graph.producer[name]
-        return self._emission(op, self._offered(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)
+        return self._emission(op, applicable_splits(nest_of(op, self.graph), self.plan.split_of(op)), need.stored)
 
     def _emission(self, op: Op, explicit: dict[str, str], wanted: Layout | None) -> Emission:
         """Place an op, yield the emissions of what it reads and nobody has placed yet, then append it."""
-        nest = self._hinted(op, nest_of(op, self.graph))
+        nest = nest_with_hints(op, self.graph, self.hints)
         if nest.kernel == "replicated" and op.random and self.mesh.size > 1:
             raise Infeasible(f"{op.path} draws random numbers and has no rule that keeps ranks alike ({op.target})")
         given = [None if name in self.free else self.whole.get(name, self.layouts[name]) for name in op.operands]
-        splits = explicit if nest.anchor or set(explicit.values()) <= {"replicate"} else self._offered(nest, explicit)
-        splits = {**self._scattered(op, nest, given, splits), **splits}
+        splits = explicit if nest.anchor or set(explicit.values()) <= {"replicate"} else applicable_splits(nest, explicit)
+        splits = {**scattered_splits(op, nest, given, splits, self.graph, self.mesh), **splits}
         placement = self._placed(op, nest, splits, given, wanted)
         if self.chooser is not None and nest.anchor:
             other = self.chooser(op, nest, splits, placement)
@@ -180,7 +181,7 @@ class _Lowering:
         inputs = []
         for name, need in zip(op.operands, placement.needs, strict=True):
             if name in self.free and name not in self.leaves:
-                yield self._wanted(name, need)
+                yield self._producer_emission(name, need)
             inputs.append(self._demand(name, need, nest))
         for result, layout in zip(op.results, placement.gives, strict=True):
             self.layouts[result] = layout
@@ -215,63 +216,19 @@ class _Lowering:
         dim = self.symbolic.batch_dim(op.results[0]) if self.examples is not None else None
         return Rows(dim, self.plan.batch, self.examples) if dim is not None and self.examples is not None else None
 
-    def _offered(self, nest: Nest, explicit: Mapping[str, str]) -> dict[str, str]:
-        """Of a pattern that also covers followers, the splits this op has; the rest it follows."""
-        return {a: s for a, s in explicit.items() if s == "replicate" or nest.labelled(s)}
-
-    def _scattered(self, op: Op, nest: Nest, given: list[Layout | None], splits: Mapping[str, str]) -> dict[str, str]:
-        """A follower that cannot pass a partial sum takes its share along the feature dim: half the traffic."""
-        out: dict[str, str] = {}
-        if nest.anchor:
-            return out
-        for axis in self.mesh.names:
-            for i, (name, layout) in enumerate(zip(op.operands, given, strict=True)):
-                if layout is None or axis not in layout.partial or axis in splits or i in nest.linear:
-                    continue
-                loop = self._feature_loop(nest, i, name, axis)
-                if loop is not None:
-                    out[axis] = loop
-        return out
-
-    def _feature_loop(self, nest: Nest, operand: int, name: str, axis: str) -> str | None:
-        """The label under which an op can be split along the feature dim of an operand made by a matrix product."""
-        maker = self.graph.producer.get(name)
-        if maker is None:
-            return None
-        source = nest_of(maker, self.graph)
-        features = {loop.name for loop in source.labelled("filter")}
-        dims = [d for d, terms in enumerate(source.results[0]) if features & set(terms)]
-        if not dims or len(nest.operands[operand][dims[0]]) != 1:
-            return None
-        term = nest.operands[operand][dims[0]][0]
-        if not isinstance(term, str) or nest.loop(term).kind != "map" or nest.loop(term).size < self.mesh.extent(axis):
-            return None
-        return f"loop:{term}"
-
-    def _hinted(self, op: Op, nest: Nest) -> Nest:
-        hints = self.hints.get(op.results[0], {}) if nest.anchor else {}
-        if not hints:
-            return nest
-        loops = {loop.name: loop for loop in nest.loops}
-        for dim, (outer, unit) in hints.items():
-            terms = nest.results[0][dim]
-            if len(terms) == 1 and isinstance(terms[0], str) and loops[terms[0]].size % (outer * unit) == 0:
-                loops[terms[0]] = replace(loops[terms[0]], outer=outer, unit=unit)
-        return same(replace(nest, loops=tuple(loops.values())), self.graph)
-
     def _demand(self, name: str, need: Layout, nest: Nest) -> str:
         """The slot holding a value in the layout needed."""
         if name in self.free:
             if name in self.leaves:
-                self._store(name, self._kept(name, need) if name in self.parameters else need.stored)
+                self._store(name, self._storage_layout(name, need) if name in self.parameters else need.stored)
             else:
-                self._emit(self._wanted(name, need))
+                self._emit(self._producer_emission(name, need))
         key = (name, need)
         if key not in self.forms:
             self.forms[key] = self._form(name, need, nest)
         return self.forms[key]
 
-    def _kept(self, name: str, need: Layout) -> Layout:
+    def _storage_layout(self, name: str, need: Layout) -> Layout:
         """How a parameter or buffer is stored whose first use needs it so."""
         kept = need.partition(self.mesh)
         if self.plan.zero != 3 or self.parameters[name].buffer:

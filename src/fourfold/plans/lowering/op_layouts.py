@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from fourfold.errors import Infeasible
 from fourfold.ops.nest import Concat, Dim, Loop, Need, Nest, Window
-from fourfold.ops.window import Shift
+from fourfold.ops.window import ShiftedWindow
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.layout.ownership import Own, concatenated, joined
@@ -67,7 +67,7 @@ def _explicit(nest: Nest, mesh: Mesh, axis: str, split: str, where: str) -> str 
         return None
     if split.startswith("loop:"):
         return split[5:]
-    loops = nest.labelled(split)
+    loops = nest.loops_with_label(split)
     if not loops:
         offered = sorted({label for loop in nest.loops if loop.kind != "whole" for label in loop.labels})
         raise Infeasible(f"{where} cannot be split by {split}; it offers {', '.join(offered) or 'no split'} or replicate")
@@ -147,7 +147,7 @@ def _division(
     given: Sequence[Layout | None],
     wanted: Layout | None,
 ) -> Own:
-    group = {loop.name} | {other.name for other in nest.loops if loop.tied and other.tied == loop.tied}
+    group = {loop.name} | {other.name for other in nest.loops if loop.tie and other.tie == loop.tie}
     axes = [axis for axis in mesh.names if choice[axis] in group]
     if not axes:
         return Own.whole(loop.size)
@@ -176,7 +176,7 @@ def _inherited(
                 continue
             own = own.project(axes)
             disjoint = own.total == loop.size
-            if own.axes and disjoint and own.cuts_at(loop.outer, loop.unit) and (not loop.tied or own.spread):
+            if own.axes and disjoint and own.cuts_at(loop.outer, loop.unit) and (not loop.tie or own.spread):
                 return own
     return None
 
@@ -189,9 +189,9 @@ def _part(nest: Nest, loop: Loop, terms: Dim, own: Own) -> Own | None:
             return own
         if isinstance(term, Concat) and loop.name in term.loops:
             start = sum(nest.loop(n).size for n in term.loops[: term.loops.index(loop.name)])
-            return own.shifted(-start, loop.size)
-        if isinstance(term, Window) and term.loop == loop.name and isinstance(term.need, Shift):
-            shifted = own.shifted(-term.need.start, term.need.count)
+            return own.shift(-start, loop.size)
+        if isinstance(term, Window) and term.loop == loop.name and isinstance(term.need, ShiftedWindow):
+            shifted = own.shift(-term.need.start, term.need.count)
             return shifted if shifted.balanced else None
         return None
     if loop.name not in terms:

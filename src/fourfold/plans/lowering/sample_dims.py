@@ -15,7 +15,7 @@ from typing import Any
 
 from fourfold.graph import Graph, Op, Size
 from fourfold.ops.nest import Concat, Dim, Loop, Nest, Term, Window, nest_of
-from fourfold.ops.window import Shift
+from fourfold.ops.window import ShiftedWindow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ def _size(term: Term, nest: Nest) -> int | None:
     """Elements of a factor; None where rows do not stay in their place."""
     if isinstance(term, Window):
         need = term.need
-        return need.size if isinstance(need, Shift) and need.start == 0 and need.count == need.size else None
+        return need.size if isinstance(need, ShiftedWindow) and need.start == 0 and need.count == need.size else None
     if isinstance(term, Concat):
         return None
     return term if isinstance(term, int) else nest.loop(term).size
@@ -227,7 +227,7 @@ def _size(term: Term, nest: Nest) -> int | None:
 
 def _start(window: Window) -> int | None:
     """The first row of a slice; None for other windows."""
-    return window.need.start if isinstance(window.need, Shift) else None
+    return window.need.start if isinstance(window.need, ShiftedWindow) else None
 
 
 def _batch_numbers(op: Op) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import Error, InvalidInput
-from fourfold.files import json_text, parsed_json, read_text, write_file
+from fourfold.files import json_text, parse_json, read_text, write_file
 from fourfold.graph.spec import ITEM_BYTES
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.spec.plan import WILD, Passes, Plan, Segment, Stage
@@ -103,7 +103,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 def _table(text: str, path: Path) -> Table:
     """The whole file; of an answer of the command line, the plan inside it."""
     try:
-        data = parsed_json(text)
+        data = parse_json(text)
     except ValueError as error:
         raise InvalidInput(f"plan {path} is not valid JSON: {error}; write it again with `fourfold plan -o`") from None
     if isinstance(data, dict) and "plan" in data and "mesh" not in data:
@@ -173,7 +173,7 @@ def _stage(table: Table, mesh: Mesh) -> Stage:
     table.check(("first", "ranks", "mesh"))
     if "ranks" not in table.data:
         table.fail("ranks", "is missing")
-    ranks = table.wholes("ranks", most=MOST_RANKS, count=MOST_RANKS)
+    ranks = table.integers("ranks", most=MOST_RANKS, count=MOST_RANKS)
     return Stage(first=table.text("first", most=OP), ranks=ranks, mesh=_mesh(table, "mesh") if "mesh" in table.data else mesh)
 
 
@@ -224,7 +224,7 @@ def _row(table: Table, key: str, row: Any) -> list[Any]:
     if not isinstance(row, list) or len(row) != 3:
         table.fail(key, "has a row that is not [name, shape, dtype]")
     parts = Table(table.file, f"{table.path}.{key}", dict(zip(("name", "shape", "dtype"), row, strict=True)))
-    shape = parts.wholes("shape", most=MOST_BATCH, count=NAME)
+    shape = parts.integers("shape", most=MOST_BATCH, count=NAME)
     return [parts.text("name", most=NAME), list(shape), parts.chosen("dtype", tuple(ITEM_BYTES))]
 
 

@@ -1,8 +1,8 @@
-"""Where to cut a graph into stages of equal work, by FLOPs, until the planner knows better.
+"""Where to cut a graph into stages of equal work, counted in FLOPs. The planner's own search replaces this where it runs.
 
-Cuts are sought where little is alive: boundaries over which no more bytes cross than over their neighbours, and not between
-a product and what is done to its result at once (a norm, an activation). Among those, the slowest stage is made as fast
-as can be, a byte that crosses being charged as so many FLOPs.
+A cut lies where few bytes cross: at a boundary over which no more bytes cross than over its neighbours, and not between a
+product and the norm or activation that follows it. Among those boundaries, the cuts minimise the load of the slowest stage;
+each byte that crosses counts as a number of FLOPs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def balanced_firsts(
 ) -> list[str]:
     """The first ops of stages whose work is in proportion to `weights`; of all ops, or of those from `first` to `last`.
 
-    `charge`: FLOPs for a byte that crosses; 0 where none does, as between segments that are computed again. `pieces` is what
-    a refusal calls them.
+    `charge`: FLOPs that a crossing byte counts for; 0 where none crosses, as between recomputed segments. `pieces`: the word
+    for stages in error messages.
     """
     concrete = graph.at(batch)
     fixed = graph.dependent
@@ -44,22 +44,22 @@ def balanced_firsts(
     high = paths.index(last) + 1 if last else len(ops)
     work = np.array([float(nest_of(op, concrete).flops) for op in ops[low:high]])
     alive = alive_bytes(concrete, [op.name for op in ops])[low:high]
-    inner = places(work, alive, heads(concrete, ops[low:high]), len(weights), pieces)
+    inner = boundary_candidates(work, alive, may_begin_stage(concrete, ops[low:high]), len(weights), pieces)
     ends = np.array([0, *inner, len(work)])
     done = np.concatenate([[0.0], np.cumsum(work)])[ends]
     cost = np.concatenate([[0.0], charge * alive[inner], [0.0]])
     load = done[None, :] - done[:, None] + cost[None, :] + cost[:, None]
-    chosen, _ = least_loaded([load / weight for weight in weights])
+    chosen, _ = balanced_cuts([load / weight for weight in weights])
     return [paths[low + int(k)] for k in (0, *ends[chosen])]
 
 
-def openings(graph: Graph, batch: int, stages: int) -> list[str]:
-    """The ops at which so many stages may begin, the first op left out."""
+def stage_openings(graph: Graph, batch: int, stages: int) -> list[str]:
+    """The ops at which `stages` stages may begin, without the first op."""
     concrete = graph.at(batch)
     ops = [op for op in concrete.ops if op.name in graph.dependent]
     work = np.array([float(nest_of(op, concrete).flops) for op in ops])
     alive = alive_bytes(concrete, [op.name for op in ops])
-    return [ops[k].path for k in places(work, alive, heads(concrete, ops), stages, "stages")]
+    return [ops[k].path for k in boundary_candidates(work, alive, may_begin_stage(concrete, ops), stages, "stages")]
 
 
 def alive_bytes(graph: Graph, names: list[str]) -> np.ndarray:
@@ -76,24 +76,24 @@ def alive_bytes(graph: Graph, names: list[str]) -> np.ndarray:
     return np.cumsum(change)[:-1]
 
 
-def heads(graph: Graph, ops: Sequence[Op]) -> list[bool]:
-    """Which ops a stage may well begin with."""
-    return [not _trails(graph, op) for op in ops]
+def may_begin_stage(graph: Graph, ops: Sequence[Op]) -> list[bool]:
+    """For each op, whether a stage should begin with it."""
+    return [not _belongs_to_previous(graph, op) for op in ops]
 
 
-def _trails(graph: Graph, op: Op) -> bool:
-    """Whether an op works on the fresh result of a product, or is an activation of whatever comes before."""
+def _belongs_to_previous(graph: Graph, op: Op) -> bool:
+    """Whether an op is an activation, or reads the result of a product and is none itself."""
     if op.pointwise and len(op.operands) == 1:
         return True
     maker = graph.producer.get(op.operands[0]) if op.operands else None
     return maker is not None and nest_of(maker, graph).anchor and not nest_of(op, graph).anchor
 
 
-def places(work: np.ndarray, alive: np.ndarray, begins: list[bool], stages: int, pieces: str) -> list[int]:
-    """Boundaries to choose from: valleys of what is alive or, if those are too few, all with work on both sides."""
+def boundary_candidates(work: np.ndarray, alive: np.ndarray, may_begin: list[bool], stages: int, pieces: str) -> list[int]:
+    """Boundaries where cuts may lie: local minima of the bytes alive or, if those are too few, all with work on both sides."""
     inner = range(1, len(work))
     valleys = [k for k in inner if alive[k] <= alive[k - 1] and (k + 1 == len(work) or alive[k] <= alive[k + 1])]
-    valleys = [k for k in valleys if begins[k]]
+    valleys = [k for k in valleys if may_begin[k]]
     if len(valleys) >= 2 * stages:
         return valleys
     busy = np.flatnonzero(work)
@@ -107,15 +107,15 @@ def places(work: np.ndarray, alive: np.ndarray, begins: list[bool], stages: int,
     return every
 
 
-def least_loaded(loads: Sequence[np.ndarray]) -> tuple[list[int], float]:
+def balanced_cuts(loads: Sequence[np.ndarray]) -> tuple[list[int], float]:
     """The cuts that make the most loaded piece least loaded, and its load: infinite if no cuts are allowed. Of each piece,
     `load[i, j]` from boundary i to j, the first and last of which are the ends; infinite where it may not be."""
-    found = least_loaded_by([{1: load} for load in loads], len(loads))
+    found = balanced_cuts_and_ranks([{1: load} for load in loads], len(loads))
     return (found[0], found[2]) if found is not None else ([], float("inf"))
 
 
-def least_loaded_by(loads: Sequence[Mapping[int, np.ndarray]], ranks: int) -> tuple[list[int], list[int], float] | None:
-    """As `least_loaded`, for pieces of different numbers of ranks, `ranks` together: `loads` by piece and by its ranks. The
+def balanced_cuts_and_ranks(loads: Sequence[Mapping[int, np.ndarray]], ranks: int) -> tuple[list[int], list[int], float] | None:
+    """As `balanced_cuts`, for pieces of different numbers of ranks, `ranks` together: `loads` by piece and by its ranks. The
     cuts, the ranks of each piece and the most loaded one's load; None if nothing is allowed.
 
     best[s][u][j] = min over i < j and r of max(best[s-1][u - r][i], load[s][r][i, j])

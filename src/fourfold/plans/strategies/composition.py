@@ -1,6 +1,6 @@
 """Any strategy as the inside of pipeline stages, with micro-batches, recomputation and ZeRO.
 
-The ranks are dealt out to the stages as evenly as can be; each stage splits its ops by the base strategy on its own mesh.
+The stages get equal numbers of ranks, give or take one; each splits its ops by the base strategy on its own mesh.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fourfold.plans.spec.policy import Policy
 from fourfold.plans.spec.schedule import schedule_named
 from fourfold.plans.strategies.balance import balanced_firsts
 
-Base = Callable[[int, int], Plan]
+BasePlan = Callable[[int, int], Plan]
 """From a number of ranks and a batch size to the plan of one stage."""
 
-CHUNKS = 2  # stages per rank of an interleaved schedule
-TURNS = 4  # micro-batches per stage, if nothing is said: a bubble of a fifth of the step
+STAGES_PER_RANK = 2  # stages per rank of an interleaved schedule
+MICROBATCHES_PER_STAGE = 4  # micro-batches per stage, if nothing is said: a bubble of a fifth of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What can be asked of any strategy. None: as the strategy likes."""
+    """Options that every strategy takes. None: the strategy's own default."""
 
     stages: int | None = None
     microbatches: int | None = None
@@ -49,7 +49,7 @@ class Options:
             schedule_named(self.schedule, 1, 1)  # refuses a name nobody knows
 
 
-def composed_plan(base: Base, graph: Graph, *, ranks: int, batch: int, stages: int, options: Options) -> Plan:
+def composed_plan(base: BasePlan, graph: Graph, *, ranks: int, batch: int, stages: int, options: Options) -> Plan:
     """The base strategy in so many stages (one: no pipeline), with the options."""
     schedule = options.schedule or ("1f1b-so" if stages > 1 else "1f1b-sno")
     places = _places(stages, ranks, schedule)
@@ -61,7 +61,7 @@ def composed_plan(base: Base, graph: Graph, *, ranks: int, batch: int, stages: i
     inner = {count: base(count, largest) for count in sorted(set(counts), reverse=True)}
     plan = replace(inner[counts[0]], batch=batch, microbatches=micro, schedule=schedule)
     if stages > 1:
-        plan = _staged(plan, graph, [counts[k % places] for k in range(stages)], inner)
+        plan = _with_stages(plan, graph, [counts[k % places] for k in range(stages)], inner)
     if options.zero is not None:
         plan = replace(plan, zero=options.zero)
     if options.policy is not None:
@@ -72,12 +72,11 @@ def composed_plan(base: Base, graph: Graph, *, ranks: int, batch: int, stages: i
 
 
 def _places(stages: int, ranks: int, schedule: str) -> int:
-    """How many sets of ranks the stages take turns on."""
-    places = stages // CHUNKS if schedule == "interleaved" and stages > 1 else stages
-    if schedule == "interleaved" and stages > 1 and stages % CHUNKS:
-        raise InvalidInput(
-            f"interleaved gives each rank {CHUNKS} stages, {stages} do not come out even; use {stages - 1} or {stages + 1}"
-        )
+    """The number of distinct sets of ranks that the stages run on."""
+    places = stages // STAGES_PER_RANK if schedule == "interleaved" and stages > 1 else stages
+    if schedule == "interleaved" and stages > 1 and stages % STAGES_PER_RANK:
+        text = f"interleaved gives each rank {STAGES_PER_RANK} stages, {stages} do not come out even"
+        raise InvalidInput(f"{text}; use {stages - 1} or {stages + 1}")
     if places > ranks:
         raise InvalidInput(
             f"{stages} stages need at least {places} ranks under {schedule}, {ranks} given; use at most "
@@ -90,14 +89,14 @@ def _microbatches(batch: int, places: int, ranks: int, schedule: str, *, pipelin
     """Enough to keep the bubble small, as long as every rank of a stage has an example of each."""
     if not pipelined:
         return 1
-    most = max(min(TURNS * places, batch // ranks), 1)
+    most = max(min(MICROBATCHES_PER_STAGE * places, batch // ranks), 1)
     return max(most // places, 1) * places if schedule == "interleaved" else most
 
 
-def _staged(plan: Plan, graph: Graph, counts: list[int], inner: dict[int, Plan]) -> Plan:
+def _with_stages(plan: Plan, graph: Graph, counts: list[int], inner: dict[int, Plan]) -> Plan:
     """The plan cut into stages, stage k on counts[k] ranks."""
     firsts = balanced_firsts(graph, plan.sizes[0], [float(count) for count in counts])
-    places = len(counts) // CHUNKS if plan.schedule == "interleaved" else len(counts)
+    places = len(counts) // STAGES_PER_RANK if plan.schedule == "interleaved" else len(counts)
     ends = list(itertools.accumulate(counts[:places], initial=0))
     ranks = [tuple(range(*ends[k % places : k % places + 2])) for k in range(len(counts))]
     stages = tuple(
@@ -106,7 +105,7 @@ def _staged(plan: Plan, graph: Graph, counts: list[int], inner: dict[int, Plan])
     return replace(plan, stages=stages, splits=_rules(graph, stages, counts, inner), passes=_passes(graph, stages, plan))
 
 
-def _homes(graph: Graph, stages: tuple[Stage, ...]) -> dict[str, int]:
+def _stage_by_op(graph: Graph, stages: tuple[Stage, ...]) -> dict[str, int]:
     at, out = 0, {}
     firsts = {stage.first: k for k, stage in enumerate(stages)}
     for op in graph.ops:
@@ -119,7 +118,7 @@ def _rules(graph: Graph, stages: tuple[Stage, ...], counts: list[int], inner: di
     """The rules of every stage's own mesh, for the ops that are in it."""
     if len(inner) == 1:
         return next(iter(inner.values())).splits
-    homes = _homes(graph, stages)
+    homes = _stage_by_op(graph, stages)
     out: list[Any] = []
     for k, count in enumerate(counts):
         mine = [op for op in graph.ops if homes[op.path] == k]
@@ -128,8 +127,8 @@ def _rules(graph: Graph, stages: tuple[Stage, ...], counts: list[int], inner: di
 
 
 def _passes(graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> tuple[Any, ...]:
-    """Passes that lie within one stage; the others are given up."""
-    homes = _homes(graph, stages)
+    """The passes that lie within one stage; the others are dropped."""
+    homes = _stage_by_op(graph, stages)
     return tuple(p for p in plan.passes if homes[p.first] == homes[p.last])
 
 

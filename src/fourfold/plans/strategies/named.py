@@ -20,15 +20,15 @@ from fourfold.plans.lowering.dim_hints import domain_dims
 from fourfold.plans.lowering.lower import lower
 from fourfold.plans.lowering.op_layouts import OpLayouts
 from fourfold.plans.spec.plan import Passes, Plan
-from fourfold.plans.strategies.composition import CHUNKS, Options, composed_plan
+from fourfold.plans.strategies.composition import STAGES_PER_RANK, Options, composed_plan
 
 LIGHT = 0.05
 """A layer with less than this share of the FLOPs may run replicated when it is too thin to split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a recipe is given."""
+class StrategyRequest:
+    """The arguments of a recipe."""
 
     graph: Graph
     ranks: int
@@ -40,7 +40,7 @@ class Request:
         return self.options.get(name, default)
 
 
-Recipe = Callable[[Request], Plan]
+Recipe = Callable[[StrategyRequest], Plan]
 
 
 def parse(text: str) -> tuple[str, dict[str, int]]:
@@ -77,7 +77,7 @@ def named(text: str, graph: Graph, *, ranks: int, batch: int, model: str = "", o
     def base(count: int, size: int) -> Plan:
         if not inside:
             return Plan(graph=graph.hash, batch=size, mesh=Mesh.of(data=count), inputs={"data": "batch"})
-        return STRATEGIES[inside][0](Request(graph=graph, ranks=count, batch=size, options=given, name=text))
+        return STRATEGIES[inside][0](StrategyRequest(graph=graph, ranks=count, batch=size, options=given, name=text))
 
     stages = chosen.stages or (_stages(ranks, chosen.schedule, whole=not inside) if name.endswith("pipeline") else 1)
     plan = composed_plan(base, graph, ranks=ranks, batch=batch, stages=stages, options=chosen)
@@ -86,33 +86,33 @@ def named(text: str, graph: Graph, *, ranks: int, batch: int, model: str = "", o
 
 def _stages(ranks: int, schedule: str | None, *, whole: bool) -> int:
     """How many stages a pipeline has if nothing is said: one per rank or, with another split inside, about the root."""
-    places = ranks if whole else next(d for d in (_divisor(ranks), 2) if d < ranks or ranks < 3)
-    return places * (CHUNKS if schedule == "interleaved" else 1)
+    places = ranks if whole else next(d for d in (_divisor_near_root(ranks), 2) if d < ranks or ranks < 3)
+    return places * (STAGES_PER_RANK if schedule == "interleaved" else 1)
 
 
-def _plan(request: Request, mesh: Mesh, **fields: Any) -> Plan:
+def _plan(request: StrategyRequest, mesh: Mesh, **fields: Any) -> Plan:
     return Plan(graph=request.graph.hash, batch=request.batch, mesh=mesh, **fields)
 
 
-def _two_axes(request: Request, first: str, second: str, inner: int | None = None) -> Mesh:
+def _two_axes(request: StrategyRequest, first: str, second: str, inner: int | None = None) -> Mesh:
     """``data`` outside, the other axis inside: by default the divisor nearest the square root, at least two."""
     ranks = request.ranks
-    size = inner or _divisor(ranks)
+    size = inner or _divisor_near_root(ranks)
     if ranks % size:
         raise InvalidInput(f"{ranks} ranks cannot be cut into groups of {size}; use one of {divisors(ranks)}")
     return Mesh(((first, ranks // size), (second, size)))
 
 
-def _divisor(ranks: int) -> int:
+def _divisor_near_root(ranks: int) -> int:
     return min(divisors(ranks)[1:] or [1], key=lambda d: (abs(math.log(d) - math.log(ranks) / 2), d))
 
 
 class _Chooser:
-    """Splits anchors along one axis by the first of several preferences they offer, and remembers what it chose."""
+    """Splits each anchor along one axis by the first preferred split that it has, and records the choices."""
 
     def __init__(
         self,
-        request: Request,
+        request: StrategyRequest,
         mesh: Mesh,
         axis: str,
         prefer: Callable[[Op, Nest], tuple[str, ...]],
@@ -134,7 +134,7 @@ class _Chooser:
             return None
         thin: list[str] = []
         for split in self.prefer(op, nest):
-            sizes = [loop.size // loop.unit // loop.outer for loop in nest.labelled(split)]
+            sizes = [loop.size // loop.unit // loop.outer for loop in nest.loops_with_label(split)]
             if sizes and (max(sizes) >= extent or split.startswith(("batch", "domain"))):
                 self.chosen[op.path] = split
                 return {**splits, self.axis: split}
@@ -151,7 +151,7 @@ class _Chooser:
         return {**splits, self.axis: "replicate"}
 
     def _remember(self, op: Op, nest: Nest, loop: str | None) -> None:
-        """Heads kept split are written down: they may have followed a consumer, which the plan alone does not tell."""
+        """Record a split of heads that is kept: it may follow from a consumer, and the plan alone would not reproduce it."""
         if _keep_shared(nest, loop):
             labels = next(known.labels for known in nest.loops if known.name == loop)
             if labels:
@@ -165,64 +165,68 @@ def _keep_shared(nest: Nest, loop: str | None) -> bool:
     return all(any(loop in terms for terms in dims) for dims in nest.operands[:2])
 
 
-def _anchored(
-    request: Request,
+def _plan_by_anchors(
+    request: StrategyRequest,
     mesh: Mesh,
     axis: str,
     prefer: Callable[[Op, Nest], tuple[str, ...]],
     inputs: Mapping[str, str],
     keep: Callable[[Nest, str | None], bool] = _keep_shared,
 ) -> Plan:
-    """Walk the graph once, let each anchor choose, and write the choices down as rules."""
+    """Lower the graph once, choose a split for each anchor, and turn the choices into rules of a plan."""
     chooser = _Chooser(request, mesh, axis, prefer, keep=keep)
     lower(request.graph, _plan(request, mesh, inputs=inputs), chooser)
     splits = tuple((path, {axis: split}) for path, split in chooser.chosen.items())
     return _plan(request, mesh, inputs=inputs, splits=splits, notes=tuple(chooser.notes))
 
 
-def _tied(graph: Graph) -> set[str]:
+def _tied_embeddings(graph: Graph) -> set[str]:
     """Look-ups whose table is also the weight of a product: they are divided along the vocabulary."""
     tables = {op.name: op.operands[0] for op in graph.ops if op.target.startswith("aten.embedding")}
     return {name for name, table in tables.items() if len(graph.consumers[table]) > 1}
 
 
 def _by_filter(graph: Graph) -> Callable[[Op, Nest], tuple[str, ...]]:
-    tied = _tied(graph)
+    tied = _tied_embeddings(graph)
     return lambda op, nest: (
-        ("channel", "filter") if op.name in tied else ("filter", "batch") if not nest.labelled("filter") else ("filter",)
+        ("channel", "filter")
+        if op.name in tied
+        else ("filter", "batch")
+        if not nest.loops_with_label("filter")
+        else ("filter",)
     )
 
 
 def _by_channel(graph: Graph) -> Callable[[Op, Nest], tuple[str, ...]]:
-    return lambda op, nest: ("channel", "filter") if nest.labelled("channel") else ("filter",)
+    return lambda op, nest: ("channel", "filter") if nest.loops_with_label("channel") else ("filter",)
 
 
-def _data(request: Request) -> Plan:
+def _data(request: StrategyRequest) -> Plan:
     return _plan(request, Mesh.of(data=request.ranks), inputs={"data": "batch"})
 
 
-def _filter(request: Request) -> Plan:
+def _filter(request: StrategyRequest) -> Plan:
     mesh = Mesh.of(model=request.ranks)
-    return _anchored(request, mesh, "model", lambda op, nest: _only(_by_filter(request.graph)(op, nest)), {})
+    return _plan_by_anchors(request, mesh, "model", lambda op, nest: _without_batch(_by_filter(request.graph)(op, nest)), {})
 
 
-def _only(splits: tuple[str, ...]) -> tuple[str, ...]:
+def _without_batch(splits: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(s for s in splits if s != "batch")
 
 
-def _channel(request: Request) -> Plan:
-    return _anchored(request, Mesh.of(model=request.ranks), "model", _by_channel(request.graph), {})
+def _channel(request: StrategyRequest) -> Plan:
+    return _plan_by_anchors(request, Mesh.of(model=request.ranks), "model", _by_channel(request.graph), {})
 
 
-def _data_filter(request: Request) -> Plan:
+def _data_filter(request: StrategyRequest) -> Plan:
     mesh = _two_axes(request, "data", "model", request.options.get("model"))
     prefer = _by_filter(request.graph)
-    return _anchored(request, mesh, "model", lambda op, nest: _only(prefer(op, nest)), {"data": "batch"})
+    return _plan_by_anchors(request, mesh, "model", lambda op, nest: _without_batch(prefer(op, nest)), {"data": "batch"})
 
 
-def _data_channel(request: Request) -> Plan:
+def _data_channel(request: StrategyRequest) -> Plan:
     mesh = _two_axes(request, "data", "model", request.options.get("model"))
-    return _anchored(request, mesh, "model", _by_channel(request.graph), {"data": "batch"})
+    return _plan_by_anchors(request, mesh, "model", _by_channel(request.graph), {"data": "batch"})
 
 
 def _domains(graph: Graph, batch: int) -> dict[str, int]:
@@ -240,7 +244,7 @@ def _keep_map(nest: Nest, loop: str | None) -> bool:
     return loop is not None and nest.loop(loop).kind == "map"
 
 
-def _spatial_plan(request: Request, mesh: Mesh, axes: Mapping[str, str], data: Mapping[str, str]) -> Plan:
+def _spatial_plan(request: StrategyRequest, mesh: Mesh, axes: Mapping[str, str], data: Mapping[str, str]) -> Plan:
     """Domain where it lasts; from the head on, gathered and divided by filter."""
     sizes = _domains(request.graph, request.batch)
     for axis, label in axes.items():
@@ -261,14 +265,14 @@ def _spatial_plan(request: Request, mesh: Mesh, axes: Mapping[str, str], data: M
     return plan
 
 
-def _space(request: Request) -> tuple[tuple[str, int], ...]:
+def _spatial_axes(request: StrategyRequest) -> tuple[tuple[str, int], ...]:
     """Sizes of the domain axes, from options d0, d1, d2 or all ranks on domain:0."""
     given = {label: request.options[label] for label in ("d0", "d1", "d2") if label in request.options}
     return tuple(given.items())
 
 
-def _spatial(request: Request) -> Plan:
-    given = _space(request) or (("d0", request.ranks),)
+def _spatial(request: StrategyRequest) -> Plan:
+    given = _spatial_axes(request) or (("d0", request.ranks),)
     mesh = Mesh(tuple((f"space{label[1]}" if len(given) > 1 else "space", size) for label, size in given))
     if mesh.size != request.ranks:
         raise InvalidInput(f"spatial over {mesh} needs {mesh.size} ranks, {request.ranks} given")
@@ -276,17 +280,19 @@ def _spatial(request: Request) -> Plan:
     return _spatial_plan(request, mesh, axes, {})
 
 
-def _data_spatial(request: Request) -> Plan:
+def _data_spatial(request: StrategyRequest) -> Plan:
     mesh = _two_axes(request, "data", "space", request.options.get("space"))
     return _spatial_plan(request, mesh, {"space": "domain:0"}, {"data": "batch"})
 
 
-def _splitbrain(request: Request) -> Plan:
+def _splitbrain(request: StrategyRequest) -> Plan:
     """Convolutions by batch on both axes, fully-connected layers by filter within groups of k, in k passes."""
     mesh = _two_axes(request, "data", "model", request.options.get("k"))
     inputs = {"data": "batch", "model": "batch"}
     prefer = lambda op, nest: ("filter",)  # noqa: E731
-    plan = _anchored(request, mesh, "model", prefer, inputs, keep=lambda nest, loop: not _is_product(nest) and loop is not None)
+    plan = _plan_by_anchors(
+        request, mesh, "model", prefer, inputs, keep=lambda nest, loop: not _is_product(nest) and loop is not None
+    )
     heavy = [path for path, by_axis in plan.splits if by_axis["model"] == "filter"]
     count = request.option("passes", mesh.extent("model"))
     if not heavy or count == 1 or mesh.extent("model") == 1:
@@ -310,7 +316,7 @@ def _run_of_products(graph: Graph, heavy: list[str], count: int) -> tuple[Passes
     return (Passes(first=min(heavy, key=paths.index), last=max(heavy, key=paths.index), count=count, axis="model"),)
 
 
-def _grid(request: Request) -> Plan:
+def _grid(request: StrategyRequest) -> Plan:
     """Pr x Pc: each layer by filter or by domain on the model axis, whichever the integrated paper's rule says moves less."""
     pr = request.options.get("pr") or (request.ranks // request.options["pc"] if "pc" in request.options else None)
     mesh = _two_axes(request, "data", "model", pr)
@@ -325,7 +331,7 @@ def _grid(request: Request) -> Plan:
             return ("domain:0", "filter")
         return _by_filter(request.graph)(op, nest)
 
-    return _anchored(request, mesh, "model", prefer, inputs)
+    return _plan_by_anchors(request, mesh, "model", prefer, inputs)
 
 
 def _model_wins(op: Op, graph: Graph) -> bool:

@@ -1,5 +1,5 @@
-"""Exchanges on real tensors: each `plans.layout.exchange.Step` bound to this rank, and the autograd function that runs it with
-its adjoint.
+"""Exchanges on real tensors: each `plans.layout.exchange.ExchangeStep` bound to this rank, and the autograd function
+that runs it with its adjoint.
 
 What to send, from where and to where is computed once, when a program is bound. A training step then only copies and calls
 one collective.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.plans.layout.exchange import Exchange, Step, Transfer, transfers
+from fourfold.plans.layout.exchange import Exchange, ExchangeStep, Transfer, transfers
 from fourfold.runtime.comm import gloo_p2p
 from fourfold.runtime.comm.world import World
 
@@ -99,7 +99,7 @@ def mover(exchange: Exchange, world: World, name: str = "") -> Mover:
     return lambda tensor: launch(tensor)()
 
 
-def _step_launcher(step: Step, world: World, name: str) -> Launcher:
+def _step_launcher(step: ExchangeStep, world: World, name: str) -> Launcher:
     if step.pattern == "local":
         return _synchronous(_local(step, world))
     if step.pattern == "all_reduce":
@@ -121,7 +121,7 @@ def _synchronous(move: Mover) -> Launcher:
     return launch
 
 
-def _local(step: Step, world: World) -> Mover:
+def _local(step: ExchangeStep, world: World) -> Mover:
     shape = step.target.local_shape(world.coords)
     mine = [t for t in transfers(step, world.rank, incoming=True) if t.peer == world.rank]
     gives = [t for t in transfers(step, world.rank, incoming=False) if t.peer == world.rank]
@@ -137,12 +137,12 @@ def _local(step: Step, world: World) -> Mover:
     return move
 
 
-def _all_reduce(step: Step, world: World, name: str) -> Mover:
+def _all_reduce(step: ExchangeStep, world: World, name: str) -> Mover:
     world.group(step.axes)  # created now, because all ranks must take part
     return lambda tensor: world.summed(tensor, step.axes, name)
 
 
-def _all_gather(step: Step, world: World, name: str) -> Launcher:
+def _all_gather(step: ExchangeStep, world: World, name: str) -> Launcher:
     group, count = world.group(step.axes), world.extent(step.axes)
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
@@ -165,7 +165,7 @@ def _all_gather(step: Step, world: World, name: str) -> Launcher:
     return launch
 
 
-def _reduce_scatter(step: Step, world: World, name: str) -> Mover:
+def _reduce_scatter(step: ExchangeStep, world: World, name: str) -> Mover:
     group, count = world.group(step.axes), world.extent(step.axes)
     shape = step.target.local_shape(world.coords)
     if math.prod(shape) == 0:
@@ -193,7 +193,7 @@ def by_peer(items: list[Transfer], members: tuple[int, ...]) -> list[Transfer | 
     return [found.get(peer) for peer in members]
 
 
-def _all_to_all(step: Step, world: World, name: str) -> Launcher:
+def _all_to_all(step: ExchangeStep, world: World, name: str) -> Launcher:
     members = world.members(step.axes)
     incoming = by_peer(transfers(step, world.rank, incoming=True), members)
     outgoing = by_peer(transfers(step, world.rank, incoming=False), members)

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from fourfold.errors import Error, InvalidInput, WorkerFailed
 from fourfold.runtime.host.devices import PROCESSORS, RankDevices, init_process_group, take_device
-from fourfold.runtime.host.processes import end_with, is_stopped
+from fourfold.runtime.host.processes import exit_with_parent, is_stopped
 from fourfold.runtime.host.scratch import path_of, temporary_file
 
 _ENVIRONMENT = {
@@ -61,7 +61,7 @@ def collective_seconds() -> float:
     return seconds
 
 
-class Ranks:
+class LocalRanks:
     """A pool of `count` local ranks. ``ranks(function, *args)`` runs it on all and returns their results in rank order."""
 
     def __init__(self, count: int, *, timeout: float = 600.0, devices: RankDevices = PROCESSORS) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         self._store: IO[bytes] | None = None
         self._sender: threading.Thread | None = None
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> LocalRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -82,7 +82,7 @@ class Ranks:
         context = mp.get_context("spawn")
         self._store = temporary_file()
         link = (os.getpid(), threading.current_thread() is threading.main_thread())
-        with _interrupts_held(), _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
+        with _interrupts_blocked(), _environment({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()}):
             for rank in range(self.count):
                 ours, theirs = context.Pipe()
                 arguments = (rank, self.count, path_of(self._store), self.devices, theirs, *link)
@@ -106,29 +106,29 @@ class Ranks:
         return [results[rank] for rank in range(self.count)]
 
     def _send(self, messages: list[bytes]) -> None:
-        """Hand each rank its message by a thread: one that is stopped takes nothing, and would hold us up."""
+        """Send each rank its message from a thread: a stopped rank reads nothing, and sending to it would block."""
         self._sender = threading.Thread(target=_send_all, args=(list(self._pipes), messages), daemon=True)
         self._sender.start()
 
     def _collect(self, results: dict[int, Any]) -> None:
         waiting = {self._pipes[r]: r for r in range(self.count) if r not in results}
-        for pipe in self._ready(waiting):
+        for pipe in self._wait_for_answers(waiting):
             rank = waiting[pipe]
             try:
                 kind, value = pipe.recv()
             except (EOFError, OSError):
-                raise self._death(rank) from None
+                raise self._death_error(rank) from None
             if kind == "done":
                 results[rank] = value
             elif kind == "refused" and not isinstance(value, WorkerFailed):
                 raise value
             else:
                 time.sleep(DEATH_SECONDS)  # a rank that lost its peer often speaks before the peer is known to be dead
-                raise self._missing() or (value if kind == "refused" else WorkerFailed(f"rank {rank} failed:\n{value}"))
+                raise self._lost_rank_error() or (value if kind == "refused" else WorkerFailed(f"rank {rank} failed:\n{value}"))
 
-    def _ready(self, waiting: dict[Any, int]) -> list[Any]:
-        """The pipes of ranks that have answered or ended. Looks are counted, not seconds: where all of us are stopped and go
-        on together (Ctrl-Z), nobody is missing."""
+    def _wait_for_answers(self, waiting: dict[Any, int]) -> list[Any]:
+        """The pipes of ranks that have answered or ended. A rank counts as stopped after a number of polls, not of seconds:
+        after Ctrl-Z, which stops all processes, none is reported."""
         begun, stopped, limit = time.monotonic(), Counter[int](), collective_seconds()
         while not (ready := mpc.wait(list(waiting), timeout=LOOK_SECONDS)):
             for rank in waiting.values():
@@ -137,26 +137,26 @@ class Ranks:
             if late or max(stopped.values()) * LOOK_SECONDS > limit:
                 ranks = ", ".join(map(str, sorted(waiting.values())))
                 what = f"rank{'s' * (len(waiting) > 1)} {ranks} gave no answer within {self.timeout:.0f} s"
-                raise self._missing() or WorkerFailed(what)
+                raise self._lost_rank_error() or WorkerFailed(what)
         return ready
 
-    def _missing(self) -> WorkerFailed | None:
-        """The rank that has died, or else is stopped: whoever complains may only have waited for it."""
+    def _lost_rank_error(self) -> WorkerFailed | None:
+        """The error of the rank that has died, or else is stopped: the rank that raised may only have waited for it."""
         for rank, worker in enumerate(self._workers):
             if not worker.is_alive():
-                return self._death(rank)
+                return self._death_error(rank)
         for rank, worker in enumerate(self._workers):
             if is_stopped(worker.pid):
                 waited = f"the others waited {min(collective_seconds(), self.timeout):g} s for it (FOURFOLD_TIMEOUT)"
                 return WorkerFailed(f"rank {rank} (process {worker.pid}) is stopped; {waited}")
         return None
 
-    def _death(self, rank: int) -> WorkerFailed:
+    def _death_error(self, rank: int) -> WorkerFailed:
         self._workers[rank].join(5)
-        return WorkerFailed(f"rank {rank} died ({_ending(self._workers[rank].exitcode)}); the others were stopped")
+        return WorkerFailed(f"rank {rank} died ({_exit_text(self._workers[rank].exitcode)}); the others were stopped")
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the workers; those that wait for work end by themselves, unless it must be at once."""
+        """End the workers. Idle ones exit when their pipe closes; `at_once` kills them."""
         for worker in self._workers if at_once else ():
             worker.kill()
         if self._sender is not None:
@@ -181,14 +181,14 @@ def _send_all(pipes: list[Any], messages: list[bytes]) -> None:
             pipe.send_bytes(message)
 
 
-def _ending(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}" + (": out of memory?" if -code == signal.SIGKILL else "")
     return f"exit code {code}"
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
+def _interrupts_blocked() -> Iterator[None]:
     """Ctrl-C reaches the whole group of processes. Workers begin with it blocked, and leave it to the parent, which ends them;
     one that comes meanwhile reaches the parent afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -214,11 +214,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 def _serve(rank: int, count: int, store: str, devices: RankDevices, pipe: Any, parent: int, by_signal: bool) -> None:
     """A worker's life: join the group, then run what comes until the parent is gone."""
-    end_with(parent, by_signal=by_signal)
+    exit_with_parent(parent, by_signal=by_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.stdin = open(os.devnull)  # noqa: SIM115
-    joined = _answered(_join, (rank, count, store, devices))
+    joined = _call_outcome(_join, (rank, count, store, devices))
     while True:
         try:
             function, args = pipe.recv()
@@ -226,7 +226,7 @@ def _serve(rank: int, count: int, store: str, devices: RankDevices, pipe: Any, p
             os._exit(0)
         except BaseException:
             function, args = _raise, (traceback.format_exc(),)
-        _reply(pipe, _answered(function, args) if joined[0] == "done" else joined)
+        _reply(pipe, _call_outcome(function, args) if joined[0] == "done" else joined)
 
 
 def _join(rank: int, count: int, store: str, devices: RankDevices) -> None:
@@ -240,7 +240,7 @@ def _join(rank: int, count: int, store: str, devices: RankDevices) -> None:
     init_process_group(device, store=shared, rank=rank, world_size=count, timeout=timeout)
 
 
-def _answered(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
+def _call_outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
     try:
         return ("done", function(*args))
     except Error as error:

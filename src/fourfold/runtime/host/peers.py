@@ -1,7 +1,7 @@
 """The other ranks that torchrun started on this host: which of them has died or is stopped, and which one says so.
 
-torchrun starts all ranks of a host as its children and ends the others when one has failed. What is wrong is then said
-once: by the rank that is first to leave a mark in the folder torchrun has made for their error files.
+torchrun starts all ranks of a host as its children and ends the others when one has failed. Only one rank reports the
+failure: the first to create a marker file in torchrun's folder of error files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from fourfold.errors import WorkerFailed
-from fourfold.runtime.host.processes import children, end_with, is_alive, is_stopped, variable
+from fourfold.runtime.host.processes import child_pids, environment_variable, exit_with_parent, is_alive, is_stopped
 
 DEATH_SECONDS = 1.0  # the connection to a dying process closes before it is seen to be dead
 _MARK = "failure-reported"
@@ -22,9 +22,9 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def end_with_torchrun() -> None:
-    """End this process when torchrun has ended; refuse where it was gone before that could be asked for."""
-    end_with(os.getppid(), by_signal=True)
+def exit_with_torchrun() -> None:
+    """Exit when torchrun ends; raise if it has ended already."""
+    exit_with_parent(os.getppid(), by_signal=True)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
@@ -34,18 +34,18 @@ def end_with_torchrun() -> None:
 
 
 def lost_rank(wait: float = DEATH_SECONDS) -> WorkerFailed | None:
-    """The rank of this host that has died or else is stopped, waiting so many seconds for one to show."""
-    if not started_by_torchrun() or not _are_siblings():
+    """The error of a rank of this host that has died or is stopped; polls for `wait` seconds."""
+    if not started_by_torchrun() or not _torchrun_is_parent():
         return None
     until = time.monotonic() + wait
     while True:
-        found = _lost()
+        found = _find_lost_rank()
         if found is not None or time.monotonic() > until:
             return found
         time.sleep(0.05)
 
 
-def _are_siblings() -> bool:
+def _torchrun_is_parent() -> bool:
     """Whether torchrun itself is the parent of the ranks, so that those that are not to be seen are dead: a script around each
     rank hides them, and so does a system without /proc."""
     try:
@@ -55,9 +55,9 @@ def _are_siblings() -> bool:
     return b"torchrun" in line or b"torch.distributed" in line or b"torch/distributed" in line
 
 
-def _lost() -> WorkerFailed | None:
+def _find_lost_rank() -> WorkerFailed | None:
     parent, first, count = os.getppid(), _number("RANK") - _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
-    process = {variable(pid, "RANK"): pid for pid in children(parent) if is_alive(pid)}
+    process = {environment_variable(pid, "RANK"): pid for pid in child_pids(parent) if is_alive(pid)}
     ranks = range(first, first + count)
     dead = [rank for rank in ranks if str(rank) not in process]
     if dead:
@@ -68,8 +68,8 @@ def _lost() -> WorkerFailed | None:
     return None
 
 
-def reports_first() -> bool:
-    """Whether no other rank of this host has said what is wrong; from now on, this one has."""
+def claim_failure_report() -> bool:
+    """Whether this rank shall report the failure: true for the first rank of the host that calls."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not started_by_torchrun() or not file:
         return True

@@ -1,7 +1,6 @@
-"""What one process knows of others: whether they are alive or stopped, and how it ends when its parent does.
+"""The state of other processes (alive, stopped), and how a process exits with its parent.
 
-States are read from /proc; where there is none (macOS), nothing is said to be stopped, and a lost parent is noticed by a
-thread alone.
+States are read from /proc. Without it (macOS) no process counts as stopped, and only a thread notices that the parent ended.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ LOOK_SECONDS = 1.0  # between two looks for the parent
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def end_with(parent: int, *, by_signal: bool) -> None:
-    """End this process when its parent has ended, whatever it computes.
+def exit_with_parent(parent: int, *, by_signal: bool) -> None:
+    """Exit when the parent process ends, whatever this one computes.
 
     `by_signal`: let the kernel kill it. The kernel does so when the *thread* that started this process ends, so only the
     children of a main thread may ask for it. The thread's first look finds a parent that was gone before.
@@ -28,10 +27,10 @@ def end_with(parent: int, *, by_signal: bool) -> None:
     if by_signal:
         with contextlib.suppress(OSError, AttributeError):  # prctl is Linux's own
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent,), name="fourfold-parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent,), name="fourfold-parent", daemon=True).start()
 
 
-def _watch(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     os._exit(1)
@@ -47,14 +46,14 @@ def is_alive(pid: int) -> bool:
     return _status(str(pid))[0] not in ("", "Z", "X")
 
 
-def children(parent: int) -> Iterator[int]:
+def child_pids(parent: int) -> Iterator[int]:
     """The processes that another has started and that it has not yet seen ending."""
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if entry.isdigit() and _status(entry)[1] == parent:
             yield int(entry)
 
 
-def variable(pid: int, name: str) -> str | None:
+def environment_variable(pid: int, name: str) -> str | None:
     """A variable of the environment a process was started with; None if it has none or is gone."""
     with contextlib.suppress(OSError):
         for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

@@ -1,4 +1,4 @@
-"""Temporary files without a name: whoever is killed whenever, nothing of them is left.
+"""Temporary files without a name: the system removes them even if a process is killed.
 
 The file stays open here, and other processes of this user open it by this process's entry in /proc. Where there is no
 /proc (macOS) it has a name, and is removed when it is closed.
@@ -43,7 +43,7 @@ def temporary_paths(count: int, folder: str | Path | None = None) -> Iterator[li
 
 
 @contextlib.contextmanager
-def writing(what: str) -> Iterator[None]:
+def explain_write_errors(what: str) -> Iterator[None]:
     """Around torch.save to a temporary file: a full disk in one line. Torch's own writer gives no reason."""
     try:
         yield

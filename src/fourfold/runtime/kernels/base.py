@@ -217,7 +217,7 @@ def plain(step: Compute, local: Local) -> Run:
 
 def is_split(step: Compute, loop: str) -> bool:
     """Whether some axis of more than one rank splits a loop (or one tied to it)."""
-    tied = {other.name for other in step.nest.loops if other.tied and other.tied == step.nest.loop(loop).tied}
+    tied = {other.name for other in step.nest.loops if other.tie and other.tie == step.nest.loop(loop).tie}
     return any(name == loop or name in tied for name in step.choice.values() if name is not None)
 
 

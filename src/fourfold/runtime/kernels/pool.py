@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.ops.nest import Window
-from fourfold.ops.window import Rows
+from fourfold.ops.window import RowMap
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 from fourfold.runtime.kernels.reduce import Picked, global_rows
@@ -122,7 +122,7 @@ def _max_pass(step: Compute, local: Local, dim: int, axes: tuple[str, ...]) -> C
     """Maxima along one dim: of every window, of the whole dim, or of the whole dim over the ranks that divide it."""
     term = step.nest.operands[0][dim][0]
     if isinstance(term, Window):
-        assert isinstance(term.need, Rows)
+        assert isinstance(term.need, RowMap)
         held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
         spans = [(held[term.need.taps[o][0]], held[term.need.taps[o][-1]] + 1) for o in local.box(step.gives[0])[dim]]
         if not spans:

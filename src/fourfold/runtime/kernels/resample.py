@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.ops.nest import Window
-from fourfold.ops.window import Rows
+from fourfold.ops.window import RowMap
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
 
@@ -46,7 +46,7 @@ def _weights(step: Compute, local: Local, dim: int) -> Weights:
     term = step.nest.operands[0][dim][0]
     if not isinstance(term, Window):
         return 1.0 / step.needs[0].dims[dim].size
-    assert isinstance(term.need, Rows)
+    assert isinstance(term.need, RowMap)
     held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
     owned = list(local.box(step.gives[0])[dim])
     weights = torch.zeros(len(owned), len(held), dtype=torch.float64)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.ops.nest import Window
-from fourfold.ops.window import Rows
+from fourfold.ops.window import RowMap
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
 
@@ -26,7 +26,7 @@ def rows(step: Compute, local: Local) -> Run:
         return plain(step, local)
     moves = []
     for dim, window in windows.items():
-        assert isinstance(window.need, Rows)
+        assert isinstance(window.need, RowMap)
         held = {row: k for k, row in enumerate(local.box(step.needs[0])[dim])}
         taps = [window.need.taps[o][0] for o in local.box(step.gives[0])[dim]]
         inside = [held[t] for t in taps if t >= 0]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fourfold.plans.layout.exchange import Step
+from fourfold.plans.layout.exchange import ExchangeStep
 from fourfold.plans.lists.actions import Bunch
 from fourfold.plans.lowering.program import Move
 
@@ -28,12 +28,12 @@ class GatheredWeight:
         return self.move.value
 
     @property
-    def gather_step(self) -> Step:
+    def gather_step(self) -> ExchangeStep:
         """The exchange that gathers the weight."""
         return self.move.exchange.steps[0]
 
     @property
-    def reduce_step(self) -> Step:
+    def reduce_step(self) -> ExchangeStep:
         """The exchange that sums its gradient into the shards."""
         return self.move.exchange.adjoint.steps[0]
 

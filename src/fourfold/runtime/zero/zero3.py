@@ -83,7 +83,7 @@ class Weights:
 
     def _new_transport(self, state: Mapping[str, Tensor]) -> SharedTransport | CollectiveTransport:
         messages = [stage_list.messages for stage_list in self.lists.values()]
-        if messages[0].near:
+        if messages[0].weights_shared:
             ring_bytes = max(one.ring_bytes for one in messages)
             return SharedTransport(list(self.weights.values()), state, self.world, ring_bytes)
         actions = (action for found in self.lists.values() for action in flat((*found.forward, *found.backward)))

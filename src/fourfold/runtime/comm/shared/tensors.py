@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.plans.layout.exchange import Step, Transfer, transfers
+from fourfold.plans.layout.exchange import ExchangeStep, Transfer, transfers
 from fourfold.plans.layout.layout import Layout
 from fourfold.runtime.comm.exchange import Spans, put, take
 from fourfold.runtime.comm.shared.memory import SharedRows, shared_memory, tensor_at
@@ -50,7 +50,7 @@ class SharedTensors:
         self.sync.barrier()
 
 
-def reader(step: Step, world: World, sources: Sequence[Tensor]) -> Reader:
+def reader(step: ExchangeStep, world: World, sources: Sequence[Tensor]) -> Reader:
     """A function that returns what this rank receives in a step, read from each rank's row: step (9). Parts that lie side by
     side are joined by one call, because between computing, when caches hold something else, a call costs as much as copying 100
     KB."""
@@ -89,6 +89,6 @@ def is_one_box(spans: Spans) -> bool:
     return all(len(pieces) == 1 for pieces in spans)
 
 
-def transfer_between(step: Step, sender: int, receiver: int) -> Transfer:
+def transfer_between(step: ExchangeStep, sender: int, receiver: int) -> Transfer:
     """What one rank sends another in a step."""
     return next(t for t in transfers(step, sender, incoming=False) if t.peer == receiver)

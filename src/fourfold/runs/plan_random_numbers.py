@@ -1,10 +1,10 @@
 """Eager PyTorch with the random numbers of a plan, so that one can be compared with the other.
 
-A split run draws masks from seed, step, op and index; torch draws them from its generator. Within `Replay` the module runs
-as the user wrote it, but each op that draws random numbers gets those that the captured op of the same place draws on one
-rank. The ops are met where torch.export meets them, before autograd takes them apart (PreDispatch), so that both lists have
-the same ops. Where they do not (an op whose result nobody uses is not captured, checkpointing draws again in backward),
-`NotReplayable` is raised.
+A split run draws masks from seed, step, op and index; torch draws them from its generator. Within `PlanRandomNumbers`
+the module runs as the user wrote it, but each op that draws random numbers gets those that the captured op of the same
+place draws on one rank. The ops are met where torch.export meets them, before autograd takes them apart (PreDispatch), so
+that both lists have the same ops. Where they do not (an op whose result nobody uses is not captured, checkpointing draws
+again in backward), `RandomOpsDiffer` is raised.
 
 In float64 it also does what the program does: a cast to float32 by name becomes one to float64, and what is float32 is
 widened.
@@ -33,11 +33,11 @@ from fourfold.runtime.kernels import Local, Randomness, build
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-class NotReplayable(Exception):
+class RandomOpsDiffer(Exception):
     """Eager and captured graph do not draw in the same places."""
 
 
-class Replay(SchemaCheckMode):
+class PlanRandomNumbers(SchemaCheckMode):
     """One of the three kinds of mode that torch admits at PreDispatch; nothing of the schema check is used."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Replay(SchemaCheckMode):
 
     def forward_done(self) -> None:
         if self._left:
-            raise NotReplayable(f"{len(self._left)} captured random ops were not met")
+            raise RandomOpsDiffer(f"{len(self._left)} captured random ops were not met")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class Replay(SchemaCheckMode):
         functional = f"aten.{name.removesuffix('_')}.{variant}"
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._left or (self._left[0][0].target, len(self._left[0][0].operands)) != (functional, len(tensors)):
-            raise NotReplayable(f"{func} of {len(tensors)} tensors is not the next captured random op")
+            raise RandomOpsDiffer(f"{func} of {len(tensors)} tensors is not the next captured random op")
         _, run = self._left.pop(0)
         result = run(*tensors)
         return args[0].copy_(result) if func._schema.is_mutable else result
