@@ -5,7 +5,7 @@ Fourfold for the device. Peaks of memory beside them. Rows that were not steady 
 
     python benchmarks/device_accuracy.py                              # all rows
     python benchmarks/device_accuracy.py --page docs/cost-model.md    # and its table written anew
-    python benchmarks/device_accuracy.py --unseen                     # as if no layer of a network had been measured before
+    python benchmarks/device_accuracy.py --leave-one-out FILE         # each network left out of the fit in turn; written there
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from device_kernels import CASES
 from device_steps import ROWS
-from records import RESULTS, kernel_rows
+from records import RESULTS, kernel_rows, write_record
 
 from fourfold.calibrate.kernels import samples
 from fourfold.cluster import cluster_named
@@ -31,8 +32,7 @@ from fourfold.graph.autocast import under_autocast
 from fourfold.graph.capture import capture
 from fourfold.models import MODELS
 from fourfold.oracle.predict import predict
-from fourfold.oracle.prices import prices
-from fourfold.oracle.prices.efficiency import efficiency_of
+from fourfold.oracle.prices.efficiency import Efficiency, efficiency_of, name_of
 from fourfold.oracle.prices.fitting import fit, kernel_of_row
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.prices import KernelTime, Prices
@@ -41,6 +41,7 @@ from fourfold.plans import lower_plan, named
 FILES = (RESULTS / "2026-11-18-h200-steps.json",)
 KERNELS = RESULTS / "2026-11-15-h200-kernels.json"
 STEADY = 0.05  # a row whose quartiles lie further apart than this part of its median is left out
+VIEW = "transpose"  # computes nothing: stays in every fit, since its backward tells what the engine does around each call
 ALLOWED = {"measured": 0.08, "shipped": 0.20, "memory": 0.04}
 BEGIN, END = "<!-- benchmarks/device_accuracy.py writes this -->", "<!-- until here -->"
 
@@ -98,9 +99,11 @@ def graphs_of(model: str, arguments: dict[str, Any]) -> Mapping[str, Graph]:
     return {"tf32": plain, "bf16": under_autocast(plain)}
 
 
-def score(row: Mapping[str, Any], graph: Graph) -> Score:
+def score(row: Mapping[str, Any], graph: Graph, efficiencies: Mapping[str, Efficiency] | None = None) -> Score:
+    """`efficiencies`: instead of those shipped."""
     lowered = lower_plan(graph, named("data", graph, ranks=1, batch=row["batch"]))
-    shipped = Prices(cluster=cluster_named("dgx-h200", devices=1), precision=row["precision"])
+    cluster = cluster_named("dgx-h200", devices=1)
+    shipped = Prices(cluster=cluster, precision=row["precision"], efficiencies=efficiencies or {})
     kernels = {
         key: KernelTime(forward=found["forward"], backward=found["backward"], spread=found["spread"])
         for key, found in row["kernels"].items()
@@ -123,23 +126,59 @@ def score(row: Mapping[str, Any], graph: Graph) -> Score:
     )
 
 
-def errors_of_new_networks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Errors of steps with what is shipped, if no kernel with the shapes of the network's layers, whatever the batch, were."""
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A step predicted with what is shipped, and with kernels fitted without those of its network."""
+
+    model: str
+    batch: int
+    precision: str
+    step: float
+    with_shipped: float
+    without_network: float
+    kernels: int  # left out of the fit
+
+    def row(self) -> dict[str, Any]:
+        errors = {"error": self.with_shipped / self.step - 1, "error_left_out": self.without_network / self.step - 1}
+        return {**asdict(self), **errors}
+
+
+def leave_one_out(rows: Sequence[Mapping[str, Any]]) -> Iterator[LeftOut]:
+    """Each network in turn left out of the fit: every kernel with the shapes of a layer of the network, whatever the batch,
+    in any of the sizes in which its kernels or its steps were measured."""
     raw = kernel_rows(json.loads(KERNELS.read_text()))
+    kind = cluster_named("dgx-h200").device(0)
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         graphs = graphs_of(model, mine[0]["arguments"])
-        own = {
-            _layer(s.kernel)
-            for g in graphs.values()
-            for s in samples(lower_plan(g, named("data", g, ranks=1, batch=2)), {}).values()
-        }
-        kind = cluster_named("dgx-h200").device(0)
-        left = [row for row in raw if _layer(kernel_of_row(row)) not in own]
-        known = efficiency_of("h200", {"source": "", **fit(left, rates=dict(kind.rates), bandwidth=kind.bandwidth)})
-        prices.shipped = lambda name, known=known: known  # type: ignore[assignment]
+        sizes = [graphs, *(graphs_of(name, arguments) for name, arguments, _ in CASES if name == model)]
+        own = set[tuple[object, ...]]().union(*(_layers(graph) for each in sizes for graph in each.values()))
+        others = [row for row in raw if name_of(kernel_of_row(row)) == VIEW or _layer(kernel_of_row(row)) not in own]
+        fitted = efficiency_of(kind.name, {"source": "", **fit(others, rates=dict(kind.rates), bandwidth=kind.bandwidth)})
         for row in mine:
-            yield row, score(row, graphs[row["precision"]]).errors["shipped"]
+            graph = graphs[row["precision"]]
+            yield LeftOut(
+                model=model,
+                batch=row["batch"],
+                precision=row["precision"],
+                step=statistics.median(row["steps"]),
+                with_shipped=score(row, graph).with_shipped,
+                without_network=score(row, graph, {kind.name: fitted}).with_shipped,
+                kernels=len(raw) - len(others),
+            )
+
+
+def print_leave_one_out(found: Sequence[LeftOut]) -> None:
+    for model in dict.fromkeys(each.model for each in found):
+        mine = [each.row() for each in found if each.model == model]
+        errors = " ".join(f"{row['error_left_out']:+.1%}" for row in mine)
+        print(f"{model}, {mine[0]['kernels']} kernels left out: {errors}")
+    shipped, without = (statistics.mean(abs(e.row()[key]) for e in found) for key in ("error", "error_left_out"))
+    print(f"{len(found)} rows, mean error without sign: {shipped:.1%} with what is shipped, {without:.1%} left out")
+
+
+def _layers(graph: Graph) -> set[tuple[object, ...]]:
+    return {_layer(s.kernel) for s in samples(lower_plan(graph, named("data", graph, ranks=1, batch=2)), {}).values()}
 
 
 def _layer(kernel: Kernel) -> tuple[object, ...]:
@@ -195,14 +234,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, nargs="*", default=FILES, help="raw rows of device_steps.py")
     parser.add_argument("--every", action="store_true", help="also rows of other batches than the list's")
-    parser.add_argument("--unseen", action="store_true", help="without the network's own layers among the shipped kernels")
+    parser.add_argument("--leave-one-out", type=Path, metavar="FILE", help="leave each network out of the fit; write a record")
     parser.add_argument("--page", type=Path, help="a page whose table is to be written anew")
     options = parser.parse_args()
     sys.setrecursionlimit(20000)  # lowering goes from the loss to the first op by calls
-    if options.unseen:
-        found = list(errors_of_new_networks(measured_rows(options.measured)))
-        print(*(f"{row['model']} {row['batch']} {row['precision']} {error:+.1%}" for row, error in found), sep="\n")
-        return print(f"mean without sign {statistics.mean(abs(error) for _, error in found):.1%}")
+    if options.leave_one_out is not None:
+        left = list(leave_one_out(measured_rows(options.measured)))
+        print_leave_one_out(left)
+        return write_record(
+            options.leave_one_out, {"kernels": KERNELS.name, "steps": FILES[0].name, "rows": [e.row() for e in left]}
+        )
     every = list(scores(measured_rows(options.measured, every=options.every)))
     found, left_out = [row for row in every if row.steady], [row for row in every if not row.steady]
     print(table(found), "", table(left_out), "", summary(found, left_out), sep="\n")

@@ -155,3 +155,13 @@ def test_gradients_of_a_value_with_two_readers_are_added_once() -> None:
     replaced = replace(known, cluster=cluster_named("ethernet-1g", devices=1), precision="fp32")
     stage = stage_prices(made, replaced)
     assert not any(item.label.startswith("gradients of") for item in stage.backward())
+
+
+def test_prices_take_the_efficiencies_they_are_given_before_those_shipped() -> None:
+    kernel = matmul(1 << 14)
+    known = efficiency_of("h200", {"source": "", **fitted([row(kernel, 0.5, 1.5)])})
+    prices = Prices(cluster=cluster_named("dgx-h200", devices=1), precision="tf32")
+    own = replace(prices, efficiencies={"h200": known})
+    assert prices.kernel(kernel, 0).forward < 1e-3
+    ratio = own.kernel(kernel, 0).backward / own.kernel(kernel, 0).forward
+    assert own.kernel(kernel, 0).forward >= 0.5 and ratio == pytest.approx(3.0, rel=1e-3)

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.api.planning import search_plans
+from fourfold.api.settings import setting_of
 from fourfold.calibrate.measured_prices import ONCE, measured_prices
 from fourfold.cli.main import run
 from fourfold.cluster import Curve, Measured, cluster_named, local
 from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.capture import capture
+from fourfold.graph.spec import check_precision
 from fourfold.models import MODELS
 from fourfold.oracle.cost_model import Setting
 from fourfold.oracle.predict import Prediction
@@ -29,7 +32,10 @@ from fourfold.planner.splits.split_groups import split_groups
 from fourfold.planner.splits.split_search import SplitSearch
 from fourfold.plans import Mesh, Plan
 from fourfold.plans.lowering.stages import cut
+from fourfold.plans.spec.plan import check_runnable
 from fourfold.report.explain import _why_not
+from fourfold.runtime.execution.precision import lowered_for
+from fourfold.workload.model_graph import ModelGraph
 from ranks import pool
 from small import SMALL, assert_equal, batch_of, built_in, graph_of
 
@@ -242,6 +248,36 @@ def test_plan_and_explain_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
     told = capsys.readouterr().out
     assert "Why not another" in told and "links 10 times as fast" in told
     assert all(len(line) <= 100 for line in told.splitlines())
+
+
+@pytest.mark.parametrize(("cluster", "devices", "precision"), [("dgx-h200", 4, "bf16"), ("ethernet-10g-gpu", 4, "tf32")])
+@pytest.mark.parametrize("name", ["gpt2", "vgg16-cifar"])
+def test_a_run_takes_every_plan_of_the_table_for_gpus(name: str, cluster: str, devices: int, precision: str) -> None:
+    """The plan as a file has it, checked and lowered as `Runner` and `parallelize` do on cuda."""
+    source = ModelGraph(text=name, graph=graph_of(name), batch=batch_of(name), signature={})
+    found = search_plans(source, setting_of(cluster, devices, precision=precision))
+    assert {bool(c.plan.stages) for c in found.candidates} == {False, True}
+    for candidate in found.candidates:
+        plan = source.adopted(candidate.plan, found.task.graph)
+        check_runnable(plan)
+        check_precision(precision, "cuda")
+        lowered = lowered_for(source.graph, plan, precision=precision, device="cuda")
+        assert lowered.places == candidate.lowered.places and lowered.plan.mesh == candidate.plan.mesh
+
+
+def test_a_search_refuses_what_a_run_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same function, with the same words."""
+    monkeypatch.setattr("fourfold.planner.stages.stage_search.SYNCHRONOUS", ("1f1b-as",))
+    found = search(task(captured("vgg16-cifar"), "ethernet-1g", 4, 64))
+    reasons = [refusal.reason for refusal in found.refusals if "1f1b-as" in refusal.reason]
+    assert reasons and all("needs devices that stream transfers under compute" in reason for reason in reasons)
+    assert all(candidate.plan.schedule != "1f1b-as" for candidate in found.candidates)
+
+
+@pytest.mark.parametrize("cluster", ["ethernet-1g", "cori-knl"])
+def test_tf32_is_refused_for_processors_as_a_run_refuses_it(cluster: str) -> None:
+    with pytest.raises(InvalidInput, match="tf32 is a mode of GPUs, these ranks run on processors; use fp32"):
+        setting_of(cluster, 2, precision="tf32")
 
 
 # --- its plans run ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fourfold.api.settings import cluster_of, one_of
 from fourfold.calibrate.measured_prices import predict_on_ranks
 from fourfold.cluster import PRECISIONS, Cluster
 from fourfold.errors import Damaged, InvalidInput, Notice
+from fourfold.graph.spec import check_precision
 from fourfold.oracle.predict import Prediction
 from fourfold.plans import Options, Plan, load_plan
 from fourfold.plans.spec.plan import check_runnable
@@ -26,7 +27,7 @@ from fourfold.runs.train import train as run_training
 from fourfold.runs.verify import Verdict, check_request
 from fourfold.runs.verify import verify as compare
 from fourfold.runtime.comm.world import here
-from fourfold.runtime.execution.precision import check_precision, lowered_for
+from fourfold.runtime.execution.precision import lowered_for
 from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, check_count, is_leader, rank_pool, share

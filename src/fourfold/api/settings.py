@@ -24,6 +24,7 @@ def setting_of(
     """What a plan for so many devices is predicted for; refuses unknown names and a cluster that is too small."""
     from fourfold.calibrate.kernel_table import known_prices
     from fourfold.cluster.parts import PRECISIONS
+    from fourfold.graph.spec import check_precision
     from fourfold.optimizers import OPTIMIZERS
     from fourfold.oracle.cost_model import COST_MODELS, Setting
 
@@ -31,7 +32,8 @@ def setting_of(
         raise InvalidInput(f"{devices} ranks asked for; use at least 1")
     prices = known_prices(cluster_of(cluster, devices), one_of("precision", precision, PRECISIONS))
     for kind, _ in prices.cluster.runs_in_use():
-        kind.rate(prices.precision)  # refuses what a device does not compute in
+        kind.rate(prices.precision)  # refuses what the device has no rate for
+        check_precision(prices.precision, kind.kind)
     model = one_of("cost model", cost_model, COST_MODELS)
     return Setting(prices=prices, optimizer=one_of("optimizer", optimizer, tuple(OPTIMIZERS)), model=model)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fourfold.errors import InvalidInput
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -68,6 +70,12 @@ def computed_as(precision: str) -> dict[str, str]:
     """What the dtypes of a graph become when it is run in a precision: double in fp64, otherwise what they are. (bf16 is
     autocast, which casts op by op: see `autocast.py`.)"""
     return _DOUBLE if precision == "fp64" else {}
+
+
+def check_precision(precision: str, device: str) -> None:
+    """Refuse what a kind of device (cpu, cuda; of a cluster: gpu, fpga) does not compute in, for a plan as for a run."""
+    if precision == "tf32" and device == "cpu":
+        raise InvalidInput("tf32 is a mode of GPUs, these ranks run on processors; use fp32")
 
 
 def item_bytes(dtype: str, precision: str) -> int:

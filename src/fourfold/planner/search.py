@@ -31,7 +31,7 @@ from fourfold.planner.stages.partition import StagedPlan
 from fourfold.planner.stages.stage_search import staged_plans
 from fourfold.plans import lower_plan, named
 from fourfold.plans.lowering.additive_loss import microbatch_loss
-from fourfold.plans.spec.plan import Plan
+from fourfold.plans.spec.plan import Plan, check_runnable
 from fourfold.plans.strategies.composition import plan_with_recompute
 from fourfold.plans.strategies.named import STRATEGIES
 
@@ -172,6 +172,7 @@ class _Search:
         self.say(f"replaying {name}")
         try:
             plan = make()
+            check_runnable(plan)
             same = next((c for c in self.found if same_plan(c.plan, plan)), None)
             if same is not None:
                 return same

@@ -16,6 +16,7 @@ from fourfold.errors import Infeasible, InvalidInput, Notice
 from fourfold.graph import Graph
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.capture import Loss, capture
+from fourfold.graph.spec import check_precision
 from fourfold.models import Example
 from fourfold.optimizers import ELEMENTWISE
 from fourfold.plans import Mesh, Plan
@@ -27,7 +28,7 @@ from fourfold.runs.initial_tensors import ModuleSource, Source, cut
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.executor import FullTensor
 from fourfold.runtime.execution.gather_full import whole_outputs, whole_state
-from fourfold.runtime.execution.precision import PRECISIONS, check_precision, lowered_for
+from fourfold.runtime.execution.precision import PRECISIONS, lowered_for
 from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.rank_pool import from_first_rank

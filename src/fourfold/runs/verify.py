@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.errors import InvalidInput, nearest
+from fourfold.graph.spec import check_precision
 from fourfold.plans import LoweredPlan, Plan
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.runs.compare import Distances, Worst, first_bad
@@ -30,7 +31,7 @@ from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, 
 from fourfold.runs.measure import waiting
 from fourfold.runs.reference import Reference
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import PRECISIONS, check_precision, lowered_for
+from fourfold.runtime.execution.precision import PRECISIONS, lowered_for
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.rank_pool import RankPool, check_count
 from fourfold.workload.workload import Workload

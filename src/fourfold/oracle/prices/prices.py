@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from fourfold.cluster import Cluster, Collective, Device, Precision
 from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.prices.collectives import FREE, Cost, collective_cost, measured_cost, waiting
-from fourfold.oracle.prices.efficiency import format_of, shipped_efficiency
+from fourfold.oracle.prices.efficiency import Efficiency, format_of, shipped_efficiency
 from fourfold.oracle.prices.kernels import Kernel
 from fourfold.oracle.prices.traffic import Traffic, traffic
 from fourfold.plans.spec.placement import Placement
@@ -40,11 +40,13 @@ class KernelTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """A cluster with the tables at hand. `kernels`: measured times by kernel key."""
+    """A cluster with the tables at hand. `kernels`: measured times by kernel key. `efficiencies`: by kind of device, where not
+    what comes with Fourfold."""
 
     cluster: Cluster
     precision: Precision = "fp32"
     kernels: Mapping[str, KernelTime] = field(default_factory=dict)
+    efficiencies: Mapping[str, Efficiency] = field(default_factory=dict)
     _traffic: dict[tuple[tuple[int, ...], ...], Traffic] = field(default_factory=dict, compare=False)
     _times: dict[tuple[Kernel, str, float], KernelTime] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -70,14 +72,14 @@ class Prices:
 
     def _with_host_seconds(self, found: KernelTime, kernel: Kernel, device: Device) -> KernelTime:
         """With the host's launch seconds, where they are known: a GPU and the host that fills its queue work at once."""
-        known = shipped_efficiency(device.name)
+        known = self._efficiency(device)
         if known is None or kernel.empty:
             return found
         return replace(found, host_seconds=(known.host_seconds(kernel, "forward"), known.host_seconds(kernel, "backward")))
 
     def _fitted(self, kernel: Kernel, device: Device) -> KernelTime | None:
         """By the kernels measured on such devices that come with Fourfold."""
-        known = shipped_efficiency(device.name)
+        known = self._efficiency(device)
         if known is None or kernel.empty:
             return None
         rate = device.rate(format_of(kernel, self.precision))
@@ -86,6 +88,9 @@ class Prices:
         if forward is None or backward is None:
             return None
         return KernelTime(forward=forward, backward=backward, source="fitted")
+
+    def _efficiency(self, device: Device) -> Efficiency | None:
+        return self.efficiencies.get(device.name) or shipped_efficiency(device.name)
 
     def _roofline(self, kernel: Kernel, flops: float, moved: float, device: Device, rank: int) -> float:
         if not moved or kernel.empty:

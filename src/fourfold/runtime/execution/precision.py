@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-from fourfold.errors import InvalidInput
 from fourfold.graph import Graph
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.spec import computed_as
@@ -24,12 +23,6 @@ PRECISIONS: dict[str, dict[str, torch.dtype]] = {
     for precision in ("fp32", "tf32", "bf16", "fp64")
 }
 """In all but fp64 they stay as the module (in bf16: autocast) has them."""
-
-
-def check_precision(precision: str, device: str) -> None:
-    """Refuse what a kind of device does not compute in."""
-    if precision == "tf32" and device != "cuda":
-        raise InvalidInput("tf32 is a mode of GPUs, these ranks run on processors; use fp32")
 
 
 def lowered_for(graph: Graph, plan: Plan, *, precision: str, device: str) -> LoweredPlan:
