@@ -39,12 +39,22 @@ def commands_in(page: Path) -> list[list[str]]:
     return [words[1:] for words in lines if words[:1] == ["fourfold"]]
 
 
+def torchrun_commands_in(page: Path) -> list[list[str]]:
+    """What follows `torchrun ... -m fourfold` in a page's blocks."""
+    blocks = (block.replace("\\\n", " ") for language in ("text", "sh") for block in fenced(page, language))
+    lines = [
+        shlex.split(line) for block in blocks for line in block.splitlines() if re.search(r"torchrun .*-m fourfold [a-z]", line)
+    ]
+    return [words[words.index("fourfold") + 1 :] for words in lines]
+
+
 WITH_COMMANDS = [page for page in PAGES if commands_in(page)]
+NEED_GPUS = ("gpus.md",)
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_commands_parse_as_printed(page: Path) -> None:
-    for name, *arguments in commands_in(page):
+    for name, *arguments in (*commands_in(page), *torchrun_commands_in(page)):
         with COMMANDS.commands[name].make_context(name, arguments):  # raises on unknown options and missing arguments
             pass
 
@@ -68,7 +78,7 @@ def test_inline_commands_exist(page: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in WITH_COMMANDS if page.name not in NEED_GPUS], ids=name_of)
 def test_commands_run_as_printed(page: Path, tmp_path: Path) -> None:
     """In an empty folder beside `tests`, with the files that the page names in a first comment."""
     (tmp_path / "tests").symlink_to(ROOT / "tests")

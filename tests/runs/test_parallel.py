@@ -157,6 +157,26 @@ def test_inputs_of_the_wrong_shape_are_named_with_both_shapes() -> None:
         run.step(*sample(batch=5))
 
 
+def test_a_device_without_a_number_is_this_process_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found(Exception):
+        pass
+
+    def started(mesh: Any, device: torch.device) -> None:
+        raise Found(str(device))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr("fourfold.runs.parallel.World.started", started)
+    with pytest.raises(Found, match=r"^cuda:3$"):
+        ff.parallelize(build(), planned("data", 1), device="cuda")
+    with pytest.raises(Found, match=r"^cpu$"):
+        ff.parallelize(build(), planned("data", 1))
+
+
+def test_a_precision_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InvalidInput, match="unknown precision 'fp46'; did you mean 'fp64'"):
+        ff.parallelize(build(), planned("data", 1), precision="fp46")
+
+
 def test_a_plan_for_more_ranks_than_run_is_refused() -> None:
     with pytest.raises(InvalidInput, match="needs 2 ranks"):
         ff.parallelize(build(), planned("data", 2), loss=nn.functional.cross_entropy)

@@ -28,8 +28,9 @@ from fourfold.runs.initial_tensors import ModuleSource, Source, cut
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.executor import FullTensor
 from fourfold.runtime.execution.gather_full import whole_outputs, whole_state
-from fourfold.runtime.execution.precision import PRECISIONS, lowered_for
+from fourfold.runtime.execution.precision import PRECISIONS, check_precision_name, lowered_for
 from fourfold.runtime.execution.runner import Runner
+from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.rank_pool import from_first_rank
 from fourfold.timeline import Timeline
@@ -62,7 +63,7 @@ def parallelize(
     tensors are used in place where a rank holds them whole; a module on meta is initialised shard by shard. `check`:
     whether the first rank compares two steps of the captured graph with eager PyTorch, where the model is small enough for
     that; a `graph` that is given is not compared. `device`: by default where the model is. `precision`: fp32 keeps the
-    module's dtypes, bf16 runs as under autocast, fp64 widens.
+    module's dtypes, bf16 runs as under autocast, fp64 widens; whether GPUs use tf32 says ``torch.backends``.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
@@ -71,6 +72,9 @@ def parallelize(
             f"optimizer=lambda named: torch.optim.{name}([p for _, p in named], lr=...)"
         )
     where = torch.device(device) if device is not None else _device_of(model)
+    if where.type == "cuda" and where.index is None:
+        where = own_device("cuda")  # NCCL wants to know which one
+    check_precision_name(precision)
     check_precision(precision, where.type)
     World.started(Mesh.of(all=plan.size), where)
     notes = [] if model.training else [IN_EVAL_MODE.format(type(model).__name__)]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.errors import InvalidInput, nearest
+from fourfold.errors import InvalidInput
 from fourfold.graph.spec import check_precision
 from fourfold.plans import LoweredPlan, Plan
 from fourfold.plans.spec.plan import check_runnable
@@ -31,7 +31,7 @@ from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, 
 from fourfold.runs.measure import waiting
 from fourfold.runs.reference import Reference
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import PRECISIONS, lowered_for
+from fourfold.runtime.execution.precision import check_precision_name, lowered_for
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.rank_pool import RankPool, check_count
 from fourfold.workload.workload import Workload
@@ -148,8 +148,7 @@ def verify(
 
 def check_request(*, precision: str, optimizer: str, steps: int) -> None:
     """Refuse what cannot run anywhere before anything is captured or started."""
-    if precision not in PRECISIONS:
-        raise InvalidInput(f"unknown precision '{precision}'{nearest(precision, PRECISIONS)}; known: {', '.join(PRECISIONS)}")
+    check_precision_name(precision)
     optimizer_named(optimizer)
     if steps < 1:
         raise InvalidInput(f"--steps {steps}; use at least 1")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fourfold.errors import InvalidInput, nearest
 from fourfold.graph import Graph
 from fourfold.graph.autocast import as_computed
 from fourfold.graph.spec import computed_as
@@ -23,6 +24,12 @@ PRECISIONS: dict[str, dict[str, torch.dtype]] = {
     for precision in ("fp32", "tf32", "bf16", "fp64")
 }
 """In all but fp64 they stay as the module (in bf16: autocast) has them."""
+
+
+def check_precision_name(precision: str) -> None:
+    """Refuse a precision that does not exist."""
+    if precision not in PRECISIONS:
+        raise InvalidInput(f"unknown precision '{precision}'{nearest(precision, PRECISIONS)}; known: {', '.join(PRECISIONS)}")
 
 
 def lowered_for(graph: Graph, plan: Plan, *, precision: str, device: str) -> LoweredPlan:
