@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fourfold.errors import InvalidInput, nearest
+from fourfold.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ PROCESSORS = RankDevices()
 def rank_devices(device: str, ranks: int, *, share_gpu: bool = False) -> RankDevices:
     """The devices for so many ranks of this machine; refuses more ranks than GPUs, unless they may share."""
     if device not in DEVICES:
-        raise InvalidInput(f"unknown device '{device}'{nearest(device, DEVICES)}; known: {', '.join(DEVICES)}")
+        raise InvalidInput(f"unknown device '{device}'; known: {', '.join(DEVICES)}")  # 'gpu' is nearest to 'cpu'
     if device == "cpu":
         if share_gpu:
             raise InvalidInput("--share-gpu is for ranks on GPUs, --device is cpu; leave one of them out")
@@ -58,7 +58,7 @@ def rank_devices(device: str, ranks: int, *, share_gpu: bool = False) -> RankDev
     if device == "auto" and not share_gpu:
         return PROCESSORS
     if not gpus:
-        raise InvalidInput("PyTorch finds no GPU on this machine; use --device cpu")
+        raise InvalidInput(f"PyTorch finds no GPU on this machine; use --device cpu{', without --share-gpu' * share_gpu}")
     raise InvalidInput(
         f"{ranks} ranks want a GPU each, this machine has {gpus}; use --ranks {gpus}, --share-gpu to let ranks share one, "
         "or --device cpu"
