@@ -6,7 +6,6 @@ its readers in other stages send; a stage's gradients are summed over its ranks 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from fourfold.plans.lists.rank_schedule import UNTIMED, StageAction
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.world import World, running_placement
+from fourfold.runtime.execution.clock import Clock, Mark
 from fourfold.runtime.execution.executor import Executor, FullTensor
 from fourfold.runtime.execution.feeds import Feeder, Feeds
 from fourfold.runtime.execution.precision import PRECISIONS
@@ -132,12 +132,13 @@ class Runner:
         self.came: dict[str, Tensor] | None = None  # for the next compute action, if it was waited for already
         self.made: dict[str, Tensor] = {}  # by the last one, for the sends that follow it
         self.feeds: Feeds = {}
+        self.marked: list[tuple[str, str, Mark, Mark]] = []
         self.outcome = Outcome()
 
     def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
         """One step's forwards and backwards; gradients are complete when it returns."""
         self._reset(tensors)
-        self.collect, self.record, self.begun = outputs, record, time.perf_counter()
+        self.collect, self.record, self.clock = outputs, record, Clock(self.device)
         for task in self.tasks:
             if task.kind == "update":  # the optimizer's part, which the caller calls
                 break
@@ -145,11 +146,12 @@ class Runner:
                 self._run[task.kind](task)
                 continue
             self._await(task)
-            start = time.perf_counter()
+            start = self.clock.mark()
             self._run[task.kind](task)
             self._note(str(task), task.kind, start)
         for slices in self.slices.values():
             slices.take_gradients()
+        self.outcome.events = [self._event(*marked) for marked in self.marked]
         return self.outcome
 
     @torch.no_grad()
@@ -170,16 +172,17 @@ class Runner:
             self.slices[task.stage].clear_gradients()
         self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
 
-    def _note(self, action: str, kind: str, start: float) -> None:
-        end = time.perf_counter()
-        self.outcome.events.append(
-            Event(rank=self.rank, action=action, kind=kind, start=start - self.begun, end=end - self.begun)
-        )
+    def _note(self, action: str, kind: str, start: Mark) -> None:
+        self.marked.append((action, kind, start, self.clock.mark()))
+
+    def _event(self, action: str, kind: str, start: Mark, end: Mark) -> Event:
+        seconds = self.clock.seconds
+        return Event(rank=self.rank, action=action, kind=kind, start=seconds(start), end=seconds(end))
 
     def _await(self, task: StageAction) -> None:
         """Wait for what a compute action needs, as an event of its own."""
         if task.kind in ("F", "B") and self.transport.has_receives(task):
-            start = time.perf_counter()
+            start = self.clock.mark()
             self.came = self.transport.arrived(task)
             self._note(str(task), "wait", start)
 
@@ -260,9 +263,9 @@ class Runner:
             self.world.note("all_reduce", "collective", self.world.mesh.names, total.nbytes, "clip")
             dist.all_reduce(total)
         norm = total.sqrt()
-        scale = most / (norm + 1e-6)
-        if grads and scale < 1:
-            torch._foreach_mul_(grads, float(scale))
+        scale = (most / (norm + 1e-6)).clamp(max=1.0)  # read by the device: the host does not wait for it
+        for dtype in {grad.dtype for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype.to_real()))
         return norm
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
