@@ -22,8 +22,8 @@ from typing import Any
 from fourfold.plans import Plan
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.lowered_plan import LoweredPlan, TiedGradient
-from fourfold.plans.lists.message_order import message_fault, passes_in_one_stream, play, rank_calls
-from fourfold.plans.lists.stage_calls import Call, Entry
+from fourfold.plans.lists.order.message_order import message_fault, passes_in_one_stream, play, rank_calls
+from fourfold.plans.lists.order.stage_calls import Call, Entry
 from fourfold.plans.lists.stage_transfer import StageTensor
 from fourfold.plans.lowering.stages import Crossing, Cut
 from fourfold.plans.spec.plan import Stage
@@ -87,7 +87,7 @@ def drawn(seed: str) -> Drawn:
     dice = random.Random(seed)
     schedule = dice.choice(SCHEDULES)
     chunks = dice.randint(1, 3) if schedule == "interleaved" else 1
-    places = dice.randint(2 if chunks == 1 else 1, 5)
+    places = dice.randint(2 if chunks == 1 else 1, 4)
     meshes = [_mesh(dice) for _ in range(places)]
     everyone = list(range(sum(mesh.size for mesh in meshes)))
     if dice.random() < 0.3:
@@ -95,13 +95,13 @@ def drawn(seed: str) -> Drawn:
     ranks = [tuple(everyone.pop(0) for _ in range(mesh.size)) for mesh in meshes]
     count = places * chunks
     stages = [Stage(first=f"op{k}", ranks=ranks[k % places], mesh=meshes[k % places]) for k in range(count)]
-    microbatches = dice.randint(1, 3) * places if schedule == "interleaved" else dice.randint(1, 9)
+    microbatches = dice.randint(1, 3) * places if schedule == "interleaved" else dice.randint(1, 7)
     plan = staged_plan(stages, microbatches, schedule, microbatches * dice.randint(1, 2) + dice.randint(0, microbatches - 1))
     return lowered_as(plan, _cut(dice, count), seed)
 
 
 def _mesh(dice: random.Random) -> Mesh:
-    return Mesh(tuple((name, dice.randint(1, 2 if name == "b" else 3)) for name in "ab"[: dice.randint(1, 2)]))
+    return Mesh(tuple((name, dice.choice([1, 1, 2, 2, 3])) for name in "ab"[: dice.choice([1, 1, 2])]))
 
 
 def _cut(dice: random.Random, stages: int) -> Cut:

@@ -13,7 +13,7 @@ from fourfold.graph import Graph
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
-from fourfold.plans.lists.message_order import check_messages
+from fourfold.plans.lists.order.message_order import check_messages
 from fourfold.plans.lowering.additive_loss import microbatch_loss
 from fourfold.plans.lowering.lower import Surroundings, lower_part
 from fourfold.plans.lowering.program import Program

@@ -2,7 +2,7 @@
 
 `TaggedGloo` gives each message a tag; the order of calls does not matter. Without tags (`OrderedNccl`, and for tests
 `StrictGloo`) each `Boundary` has a communicator, where the k-th message from one rank to another is the k-th received, and all
-pieces of an action are one grouped call. `plans.lists.message_order` proves that the lists of a plan allow that.
+pieces of an action are one grouped call. `plans.lists.order.message_order` proves that the lists of a plan allow that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans.lists.lowered_plan import LoweredPlan
-from fourfold.plans.lists.stage_calls import Boundary, boundaries, pairs
+from fourfold.plans.lists.order.stage_calls import Boundary, boundaries, pairs
 from fourfold.runtime.comm.world import TIMEOUT, at_leave
 
 Pair = tuple[int, int]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import WorkerFailed
-from fourfold.plans.lists.stage_calls import Boundary
+from fourfold.plans.lists.order.stage_calls import Boundary
 from fourfold.runtime.comm.stage_messages import Communicator, Piece, Work
 from fourfold.runtime.comm.world import TIMEOUT, at_leave
 

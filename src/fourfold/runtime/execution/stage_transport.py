@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fourfold.plans.lists.lowered_plan import LoweredPlan, TiedGradient
+from fourfold.plans.lists.order.stage_calls import LOSS, TIE, Boundary, within_place
 from fourfold.plans.lists.rank_schedule import StageAction
-from fourfold.plans.lists.stage_calls import LOSS, TIE, Boundary, within_place
 from fourfold.plans.lists.stage_transfer import StageTensor
 from fourfold.plans.lowering.stages import Crossing
 from fourfold.runtime.comm.journal import Journal

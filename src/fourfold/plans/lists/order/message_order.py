@@ -20,7 +20,7 @@ from itertools import pairwise, zip_longest
 
 from fourfold.errors import Infeasible
 from fourfold.plans.lists.lowered_plan import LoweredPlan
-from fourfold.plans.lists.stage_calls import (
+from fourfold.plans.lists.order.stage_calls import (
     LOSS,
     Boundary,
     Call,
