@@ -109,12 +109,12 @@ def test_awkward_nets_in_turn_on_two_sets_of_ranks(name: str, tmp_path: Path) ->
 
 
 def test_stages_on_the_same_ranks_that_lay_a_tensor_differently_exchange_it(tmp_path: Path) -> None:
-    judge, mesh = net("Fork"), Mesh.of(data=2)
+    judge, meshes = net("Fork"), (Mesh.of(data=2), Mesh.of(model=2), Mesh.of(data=2))
     linear = [op.path for op in judge.workload.graph.ops if "linear" in op.target]
-    stages = tuple(Stage(first=first, ranks=(0, 1), mesh=mesh) for first in ("", linear[1], linear[2]))
-    plan = replace(judge.plan(["", "x"], places=1, microbatches=2, schedule="interleaved"), mesh=mesh, stages=stages)
-    kinds = zip(linear, ("batch", "filter", "batch"), strict=True)
-    plan = replace(plan, splits=tuple((op, {"data": kind}) for op, kind in kinds))
+    firsts = ("", linear[1], linear[2])
+    stages = tuple(Stage(first=first, ranks=(0, 1), mesh=mesh) for first, mesh in zip(firsts, meshes, strict=True))
+    plan = judge.plan(["", linear[1]], places=1, microbatches=2, schedule="interleaved")
+    plan = replace(plan, mesh=meshes[0], stages=stages, splits=((linear[1], {"model": "filter"}),))
     made = lower_plan(judge.workload.graph, plan)
     assert {pair for boundary in boundaries(made) for pair in pairs(made, boundary)} == {(0, 1), (1, 0)}
     assert_alike(awkward("Fork"), plan, tmp_path)

@@ -107,6 +107,8 @@ class Runner:
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
+        if self.device.type == "cuda" and not alone:
+            world.connect()
         world = world.along(self.placement, self.plan.policy, self.journal)
         lists = {size: self.lists[part.index, size] for size in part.programs}
         executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
