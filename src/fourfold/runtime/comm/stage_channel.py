@@ -58,7 +58,7 @@ class Post:
 
 
 class StageChannel:
-    """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
+    """One tensor's way from the ranks of a source to those of a target."""
 
     def __init__(
         self,
