@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fourfold.errors import Infeasible
 from fourfold.plans import Mesh
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lists.lowered_plan import Lists, LoweredPlan, LoweredStage
@@ -27,7 +26,7 @@ from fourfold.runtime.execution.clock import Clock, Mark
 from fourfold.runtime.execution.executor import Executor, FullTensor
 from fourfold.runtime.execution.feeds import Feeder, Feeds
 from fourfold.runtime.execution.precision import PRECISIONS
-from fourfold.runtime.execution.stage_transport import StageTransport, gradient_of
+from fourfold.runtime.execution.stage_transport import StageTransport, TransportName, gradient_of
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.zero.zero1 import Zero1Slices
 from fourfold.timeline import Event
@@ -64,14 +63,11 @@ class Runner:
         precision: str = "fp32",
         randomness: Randomness | None = None,
         trains: bool = True,
+        transport: TransportName | None = None,
     ) -> None:
-        """`trains`: False where another runner owns the tensors and this one only reads them. All ranks must call."""
+        """`trains`: False where another runner owns the tensors and this one only reads them. `transport`: how messages between
+        stages travel, by default as the device allows. All ranks must call."""
         check_runnable(lowered.plan)
-        if len(lowered.places) > 1 and device is not None and device.type != "cpu":
-            raise Infeasible(
-                f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
-                "processors (gloo), or use a plan of one stage"
-            )
         self.lowered, self.plan, self.trains = lowered, lowered.plan, trains
         self.device = device or torch.device("cpu")
         self.world = World.shared(Mesh.of(all=self.plan.size), self.device)
@@ -87,7 +83,9 @@ class Runner:
             self._join(part, load, counts, PRECISIONS[precision])
         self.tasks = lowered.rank_schedule(self.rank)
         self.feeder = Feeder(lowered, self.executors, self.counters)
-        self.transport = StageTransport(lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal)
+        self.transport = StageTransport(
+            lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal, transport=transport
+        )
         self._run: dict[str, Callable[[StageAction], None]] = {
             "listen": lambda task: self.transport.listen(),
             "begin": self._begin,
@@ -109,6 +107,8 @@ class Runner:
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
+        if self.device.type == "cuda" and not alone:
+            world.connect()
         world = world.along(self.placement, self.plan.policy, self.journal)
         lists = {size: self.lists[part.index, size] for size in part.programs}
         executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
