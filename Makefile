@@ -7,7 +7,7 @@ DEMO   := build/demo
 MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy reproduce picture fuzz golden agree verify-all faults clean
+.PHONY: help setup demo test check bench accuracy reproduce picture fuzz golden agree order verify-all faults clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -68,6 +68,9 @@ golden: setup  ## 888 predictions and searches against those written down: what 
 
 agree: setup  ## what ranks do in a step against their lists, record by record, for 64 plans (two minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/support/agreement.py
+
+order: setup  ## messages between stages of 10,000 random plans under NCCL's rules, with planted faults (four minutes; SEED=1 for others)
+	@$(BIN)/python tests/support/message_plans.py --plans 10000 --seed $(or $(SEED),0)
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
 	@$(BIN)/python tests/support/verify_all.py

@@ -7,7 +7,6 @@ autocast) and SGD. Peaks are measured one at a time, with nothing else on the GP
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import statistics
@@ -115,7 +114,7 @@ def compared(make: Callable[[], Example], precision: str) -> dict[str, Any]:
     torch.manual_seed(0)
     first = on_gpu(make())
     plain = eager(first, precision)
-    plain_peak, start = peak(plain), copy.deepcopy(first.module.state_dict())
+    plain_peak = peak(plain)
     del plain, first
     emptied()
     second = on_gpu(make())
@@ -130,7 +129,7 @@ def compared(make: Callable[[], Example], precision: str) -> dict[str, Any]:
         plain(), own()
     times = [(seconds(plain), seconds(own)) for _ in range(ROUNDS)]
     ratios = sorted(b / a for a, b in times)
-    del own, run, second, plain, first, start
+    del own, run, second, plain, first
     emptied()
     return {
         "eager_ms": statistics.median(a for a, _ in times) * 1e3,

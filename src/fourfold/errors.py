@@ -7,6 +7,7 @@
     ├── StalePlan          2   a plan made for another graph
     ├── CaptureFailed      2   a model that cannot be exported
     └── WorkerFailed       3   a rank died, raised or did not answer in time
+        └── OutOfMemory    3   a rank's device has no memory left for what it was to do
 
 The numbers are exit codes. A message says what, the two numbers, the remedy: "stage 2 needs 91.3 GiB, the
 device holds 80.0 GiB; use more stages or recompute". Mistakes of our own are `assert`s, outside this tree.
@@ -52,6 +53,10 @@ class WorkerFailed(Error):
     """A rank died, raised or did not answer in time."""
 
     exit_code = 3
+
+
+class OutOfMemory(WorkerFailed):
+    """A rank's device has no memory left."""
 
 
 class Notice(UserWarning):

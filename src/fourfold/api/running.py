@@ -13,7 +13,7 @@ from pathlib import Path
 from fourfold.api.settings import cluster_of, one_of
 from fourfold.calibrate.measured_prices import predict_on_ranks
 from fourfold.cluster import PRECISIONS, Cluster
-from fourfold.errors import Damaged, InvalidInput, Notice
+from fourfold.errors import Damaged, InvalidInput, Notice, OutOfMemory
 from fourfold.graph.spec import check_precision
 from fourfold.oracle.predict import Prediction
 from fourfold.plans import Options, Plan, load_plan
@@ -31,6 +31,7 @@ from fourfold.runtime.execution.precision import lowered_for
 from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, check_count, is_leader, rank_pool, share
+from fourfold.units import bytes_text
 from fourfold.workload.materialise import materialise
 from fourfold.workload.workload import Workload, load_workload
 
@@ -262,7 +263,12 @@ def _prepared_run(
         if reason is not None and note_unchecked:
             note(reason)
         prediction = _prediction(pool, workload, chosen, cluster, precision, optimizer, say, note) if predict else None
-        yield _Run(workload=workload, plan=chosen, ranks=pool, prediction=prediction)
+        try:
+            yield _Run(workload=workload, plan=chosen, ranks=pool, prediction=prediction)
+        except OutOfMemory as error:
+            if prediction is None:
+                raise
+            raise OutOfMemory(f"{error}; the peak predicted was {bytes_text(prediction.peak_bytes)}") from error
 
 
 def _workload_on(pool: LocalRanks | TorchrunRanks, model: str | Workload, *, batch: int | None, seed: int) -> Workload:

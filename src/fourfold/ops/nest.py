@@ -174,7 +174,7 @@ def replicated_nest(op: Op, graph: Graph) -> Nest:
     def whole(names: tuple[str, ...]) -> tuple[tuple[Dim, ...], ...]:
         return tuple(tuple((int(size),) for size in graph.values[name].shape) for name in names)
 
-    return Nest(loops=(), operands=whole(op.operands), results=whole(op.results), kernel="replicated_nest")
+    return Nest(loops=(), operands=whole(op.operands), results=whole(op.results), kernel="replicated")
 
 
 class Call:

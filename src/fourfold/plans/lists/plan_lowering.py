@@ -1,6 +1,7 @@
 """Graph + plan -> `LoweredPlan`: the graph is cut into stages, and each is lowered for every size of its micro-batches.
 
-Checked here: segments to be recomputed lie within one stage, in order; micro-batches of every size sum the same gradients.
+Checked here: segments to be recomputed lie within one stage, in order; micro-batches of every size sum the same gradients; no
+rank waits for ever for a message.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from fourfold.graph import Graph
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.mesh import Mesh
 from fourfold.plans.lists.lowered_plan import LoweredPlan, LoweredStage
+from fourfold.plans.lists.order.message_order import check_messages
 from fourfold.plans.lowering.additive_loss import microbatch_loss
 from fourfold.plans.lowering.lower import Surroundings, lower_part
 from fourfold.plans.lowering.program import Program
@@ -37,7 +39,9 @@ def lower_stages(graph: Graph, plan: Plan, *, like: LoweredPlan | None = None) -
         lowering.part(k, stage, like.parts[k].program if like is not None else None) for k, stage in enumerate(plan.parts)
     )
     counts = {part.index: _counts(loss.counts, plan, part) for part in parts if set(loss.counted) & set(part.graph.targets)}
-    return LoweredPlan(plan=plan, graph=graph, loss=loss, parts=parts, cut=made, counts=counts)
+    lowered = LoweredPlan(plan=plan, graph=graph, loss=loss, parts=parts, cut=made, counts=counts)
+    check_messages(lowered)
+    return lowered
 
 
 def _counts(graph: Graph | None, plan: Plan, part: LoweredStage) -> dict[int, Program]:

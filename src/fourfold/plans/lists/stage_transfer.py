@@ -63,10 +63,29 @@ def _sizes(
     have: Layout, mesh: Mesh, want: Layout, other: Mesh, givers: tuple[int, ...], takers: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
     """By places in the two meshes: stages that lie alike send alike, whatever their ranks, unless they have some in common."""
-    source = StageTensor(have, mesh, givers or tuple(range(mesh.size)))
-    target = StageTensor(want, other, takers or tuple(range(mesh.size, mesh.size + other.size)))
+    source, target = _sides(have, mesh, want, other, givers, takers)
     found = ((transfer, place) for place, rank in enumerate(target.ranks) for transfer in incoming(source, target, rank))
     return [(source.place[transfer.peer], place, transfer.numel) for transfer, place in found]
+
+
+def differing_message(source: StageTensor, target: StageTensor) -> bool:
+    """Whether a rank gives something that its taker does not take, or takes what is not given."""
+    shared = source.ranks if set(source.ranks) & set(target.ranks) else ()
+    return _differing(source.layout, source.mesh, target.layout, target.mesh, shared, target.ranks if shared else ())
+
+
+@lru_cache(maxsize=1024)
+def _differing(have: Layout, mesh: Mesh, want: Layout, other: Mesh, givers: tuple[int, ...], takers: tuple[int, ...]) -> bool:
+    source, target = _sides(have, mesh, want, other, givers, takers)
+    given = {(rank, t.peer, t.numel) for rank in source.ranks for t in outgoing(source, target, rank)}
+    return given != {(t.peer, rank, t.numel) for rank in target.ranks for t in incoming(source, target, rank)}
+
+
+def _sides(
+    have: Layout, mesh: Mesh, want: Layout, other: Mesh, givers: tuple[int, ...], takers: tuple[int, ...]
+) -> tuple[StageTensor, StageTensor]:
+    source = StageTensor(have, mesh, givers or tuple(range(mesh.size)))
+    return source, StageTensor(want, other, takers or tuple(range(mesh.size, mesh.size + other.size)))
 
 
 def _transfer(peer: int, mine: tuple[IndexSet, ...], theirs: tuple[IndexSet, ...]) -> list[Transfer]:

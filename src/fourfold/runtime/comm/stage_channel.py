@@ -1,25 +1,23 @@
 """Sends and receives between the ranks of two stages: the messages of `plans.lists.stage_transfer` on real tensors.
 
-A send does not block. A receive is posted, and waited for when its tensor is needed; gloo moves a message once both ends are
+A send does not block. A receive is posted, and waited for when its tensor is needed; a message moves once both ends are
 there, so a receive posted early is one that hides behind compute. What a rank sends to itself is handed over without a message.
+How messages travel is up to a `Transport`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.plans.layout.exchange import Transfer
 from fourfold.plans.lists.stage_transfer import StageTensor, incoming, outgoing
 from fourfold.runtime.comm.exchange import put, take
 from fourfold.runtime.comm.journal import Journal
-
-Wait = Callable[[], Tensor]
+from fourfold.runtime.comm.stage_messages import Piece, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class Post:
     """This rank's sends in flight with their buffers, and the tensors it sends to itself."""
 
     journal: Journal
-    works: list[tuple[Any, Tensor, Consumer | None]] = field(default_factory=list)
+    works: list[tuple[Work, Tensor, Consumer | None]] = field(default_factory=list)
     parcels: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def note(self, kind: str, ranks: tuple[int, int], tensor: Tensor, value: str) -> None:
@@ -60,7 +58,7 @@ class Post:
 
 
 class StageChannel:
-    """One tensor's way from the ranks of a source to those of a target; `tags` numbers are this channel's own."""
+    """One tensor's way from the ranks of a source to those of a target."""
 
     def __init__(
         self,
@@ -80,31 +78,27 @@ class StageChannel:
         if rank in target.ranks:
             self.shape = target.layout.local_shape(target.mesh.coords(target.ranks.index(rank)))
 
-    def send(self, tensor: Tensor, tag: int, consumer: Consumer | None = None) -> None:
+    def pieces(self, tensor: Tensor, tag: int) -> list[Piece]:
+        """What to send of a tensor; what this rank sends to itself is put aside."""
+        out = []
         for give in self.sends:
             piece = take(tensor, give.spans).to(self.wire_dtype).contiguous()
             if give.peer == self.rank:
                 self.post.parcels.setdefault(tag, []).append(piece)
             else:
                 self.post.note("send", (self.rank, give.peer), piece, self.value)
-                self.post.works.append((dist.isend(piece, give.peer, tag=tag), piece, consumer))
+                out.append(Piece(give.peer, True, piece, tag, f"{self.value} (message {tag})"))
+        return out
 
-    def receive(self, tag: int) -> Wait:
-        """Post the receive; the returned function waits and returns the tensor."""
-        away = [t for t in self.receives if t.peer != self.rank]
-        buffers = [torch.empty(t.shape, dtype=self.wire_dtype, device=self.device) for t in away]
-        for t, buffer in zip(away, buffers, strict=True):
-            self.post.note("receive", (t.peer, self.rank), buffer, self.value)
-        works: list[Any] = [dist.irecv(b, t.peer, tag=tag) for b, t in zip(buffers, away, strict=True)]
+    def arrival(self, tag: int) -> Arrival:
+        away = [t.peer for t in self.receives if t.peer != self.rank]
+        shapes = [t.shape for t in self.receives if t.peer != self.rank]
+        buffers = [torch.empty(shape, dtype=self.wire_dtype, device=self.device) for shape in shapes]
+        named = f"{self.value} (message {tag})"
+        return Arrival(self, tag, [Piece(peer, False, b, tag, named) for peer, b in zip(away, buffers, strict=True)])
 
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            return self._assemble(dict(zip([t.peer for t in away], buffers, strict=True)), tag)
-
-        return wait
-
-    def _assemble(self, received: dict[int, Tensor], tag: int) -> Tensor:
+    def assemble(self, received: dict[int, Tensor], tag: int) -> Tensor:
+        """The tensor from the parts of other ranks, and this one's."""
         pieces = [self._piece(t, received, tag) for t in self.receives]
         if len(pieces) == 1 and self.receives[0].shape == self.shape:
             return pieces[0].to(self.dtype)
@@ -118,3 +112,23 @@ class StageChannel:
             return received[transfer.peer]
         (piece,) = self.post.parcels.pop(tag)
         return piece
+
+
+@dataclass
+class Arrival:
+    """A tensor on its way to this rank; the works are those of its pieces, once they are posted."""
+
+    channel: StageChannel
+    tag: int
+    pieces: list[Piece]
+    works: Sequence[Work] = ()
+
+    def note(self) -> None:
+        for piece in self.pieces:
+            self.channel.post.note("receive", (piece.peer, self.channel.rank), piece.tensor, self.channel.value)
+
+    def wait(self) -> Tensor:
+        assert len(self.works) == len(self.pieces), "waited for before it was posted"
+        for work in self.works:
+            work.wait()
+        return self.channel.assemble({piece.peer: piece.tensor for piece in self.pieces}, self.tag)

@@ -195,6 +195,12 @@ class World:
             _stages[key] = world
         return _stages[key]
 
+    def connect(self) -> None:
+        """Use each group once. NCCL connects at the first use, in which the host waits for the other members: done here, no
+        rank waits so while a receive that was posted occupies its device."""
+        for group in self._groups.values():
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return self.mesh.group(self.rank, axes)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.errors import InvalidInput
+from fourfold.errors import InvalidInput, OutOfMemory
 from fourfold.graph.spec import Constant
 from fourfold.plans.layout.exchange import Exchange
 from fourfold.plans.layout.layout import Layout
@@ -42,6 +42,7 @@ from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.recompute import recomputed
 from fourfold.runtime.kernels import Local, Randomness, build
 from fourfold.runtime.zero.zero3 import Weights
+from fourfold.units import bytes_text
 
 Env = dict[str, Any]
 Bound = Callable[[Env], None]
@@ -206,9 +207,13 @@ class Executor:
     def forward(self, feeds: Mapping[str, Tensor], size: int = 0) -> Env:
         """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
         env: Env = {**self.state, **self.written, **self.constants, **feeds}
-        with self.weights.forward(size):
-            for run in self._forward[size]:
-                run(env)
+        at = 0
+        try:
+            with self.weights.forward(size):
+                for at, run in enumerate(self._forward[size]):  # noqa: B007
+                    run(env)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(f"in forward of {_name(self.lists[size].forward[at])}", self.world) from error
         program = self.programs[size]
         out = {name: env[slot] for name, slot in program.slots.items()}
         self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
@@ -219,7 +224,10 @@ class Executor:
         self.gradients.last = last
         if starts:
             self.weights.backward(size)
-            torch.autograd.backward(starts, gradients)
+            try:
+                torch.autograd.backward(starts, gradients)
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory("in backward", self.world) from error
             self.weights.end_backward()
 
     def begin(self) -> None:
@@ -288,6 +296,23 @@ class Executor:
         """A tensor gathered from all ranks; all must call."""
         exchange = Exchange(self.world.mesh, layout, Layout.same(layout.shape))
         return mover(exchange, self.world)(tensor.detach())
+
+
+def out_of_memory(where: str, world: World) -> OutOfMemory:
+    """The error of a rank whose device is full."""
+    free, total = torch.cuda.mem_get_info(world.device)
+    held = torch.cuda.memory_allocated(world.device)
+    return OutOfMemory(
+        f"rank {world.ranks[world.rank]} ran out of memory {where}: it holds {bytes_text(held)}, {bytes_text(free)} of "
+        f"{bytes_text(total)} are free; use more micro-batches, --recompute, --zero, a smaller batch or more ranks"
+    )
+
+
+def _name(action: Action) -> str:
+    """What an action works on, as users name it."""
+    if isinstance(action, Compute):
+        return action.op.path
+    return action.value if isinstance(action, Move) else type(action).__name__.lower()
 
 
 def _free(slots: tuple[str, ...]) -> Bound:

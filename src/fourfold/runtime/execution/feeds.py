@@ -23,6 +23,7 @@ class Feeder:
 
     def __init__(self, lowered: LoweredPlan, executors: Mapping[int, Executor], counters: Mapping[int, Executor]) -> None:
         self.lowered, self.plan, self.executors, self.counters = lowered, lowered.plan, executors, counters
+        self.fixed: dict[tuple[int, str], Tensor] = {}  # known factors of the loss's terms, by stage and name
 
     def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole inputs and targets, of all micro-batches; of what its stages do not read, no rows."""
@@ -71,7 +72,10 @@ class Feeder:
         specs = {n: executor.program.graph.values[n] for n in loss.scales if n in executor.program.stored}
         kinds = {n: executor.local.dtype(spec.dtype) for n, spec in specs.items()}
         device = executor.world.device
-        out = {n: torch.tensor(v, dtype=kinds[n], device=device) for n, v in loss.fixed.items() if n in kinds}
+        for name, value in loss.fixed.items():
+            if name in kinds and (index, name) not in self.fixed:  # once: a copy to a GPU makes the host wait
+                self.fixed[index, name] = torch.tensor(value, dtype=kinds[name], device=device)
+        out = {name: self.fixed[index, name] for name in loss.fixed if name in kinds}
         if index not in self.counters:
             return out
         totals = self._counted(self.counters[index], feeds)

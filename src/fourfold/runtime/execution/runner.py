@@ -6,7 +6,6 @@ its readers in other stages send; a stage's gradients are summed over its ranks 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fourfold.errors import Infeasible
 from fourfold.plans import Mesh
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lists.lowered_plan import Lists, LoweredPlan, LoweredStage
@@ -24,10 +22,11 @@ from fourfold.plans.lists.rank_schedule import UNTIMED, StageAction
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.world import World, running_placement
+from fourfold.runtime.execution.clock import Clock, Mark
 from fourfold.runtime.execution.executor import Executor, FullTensor
 from fourfold.runtime.execution.feeds import Feeder, Feeds
 from fourfold.runtime.execution.precision import PRECISIONS
-from fourfold.runtime.execution.stage_transport import StageTransport, gradient_of
+from fourfold.runtime.execution.stage_transport import StageTransport, TransportName, gradient_of
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.zero.zero1 import Zero1Slices
 from fourfold.timeline import Event
@@ -64,14 +63,11 @@ class Runner:
         precision: str = "fp32",
         randomness: Randomness | None = None,
         trains: bool = True,
+        transport: TransportName | None = None,
     ) -> None:
-        """`trains`: False where another runner owns the tensors and this one only reads them. All ranks must call."""
+        """`trains`: False where another runner owns the tensors and this one only reads them. `transport`: how messages between
+        stages travel, by default as the device allows. All ranks must call."""
         check_runnable(lowered.plan)
-        if len(lowered.places) > 1 and device is not None and device.type != "cpu":
-            raise Infeasible(
-                f"stages tell their messages apart by tags, which NCCL ({device.type}) does not have; run them on "
-                "processors (gloo), or use a plan of one stage"
-            )
         self.lowered, self.plan, self.trains = lowered, lowered.plan, trains
         self.device = device or torch.device("cpu")
         self.world = World.shared(Mesh.of(all=self.plan.size), self.device)
@@ -87,7 +83,9 @@ class Runner:
             self._join(part, load, counts, PRECISIONS[precision])
         self.tasks = lowered.rank_schedule(self.rank)
         self.feeder = Feeder(lowered, self.executors, self.counters)
-        self.transport = StageTransport(lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal)
+        self.transport = StageTransport(
+            lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal, transport=transport
+        )
         self._run: dict[str, Callable[[StageAction], None]] = {
             "listen": lambda task: self.transport.listen(),
             "begin": self._begin,
@@ -109,6 +107,8 @@ class Runner:
         world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
+        if self.device.type == "cuda" and not alone:
+            world.connect()
         world = world.along(self.placement, self.plan.policy, self.journal)
         lists = {size: self.lists[part.index, size] for size in part.programs}
         executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
@@ -132,12 +132,13 @@ class Runner:
         self.came: dict[str, Tensor] | None = None  # for the next compute action, if it was waited for already
         self.made: dict[str, Tensor] = {}  # by the last one, for the sends that follow it
         self.feeds: Feeds = {}
+        self.marked: list[tuple[str, str, Mark, Mark]] = []
         self.outcome = Outcome()
 
     def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
         """One step's forwards and backwards; gradients are complete when it returns."""
         self._reset(tensors)
-        self.collect, self.record, self.begun = outputs, record, time.perf_counter()
+        self.collect, self.record, self.clock = outputs, record, Clock(self.device)
         for task in self.tasks:
             if task.kind == "update":  # the optimizer's part, which the caller calls
                 break
@@ -145,11 +146,12 @@ class Runner:
                 self._run[task.kind](task)
                 continue
             self._await(task)
-            start = time.perf_counter()
+            start = self.clock.mark()
             self._run[task.kind](task)
             self._note(str(task), task.kind, start)
         for slices in self.slices.values():
             slices.take_gradients()
+        self.outcome.events = [self._event(*marked) for marked in self.marked]
         return self.outcome
 
     @torch.no_grad()
@@ -170,16 +172,17 @@ class Runner:
             self.slices[task.stage].clear_gradients()
         self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
 
-    def _note(self, action: str, kind: str, start: float) -> None:
-        end = time.perf_counter()
-        self.outcome.events.append(
-            Event(rank=self.rank, action=action, kind=kind, start=start - self.begun, end=end - self.begun)
-        )
+    def _note(self, action: str, kind: str, start: Mark) -> None:
+        self.marked.append((action, kind, start, self.clock.mark()))
+
+    def _event(self, action: str, kind: str, start: Mark, end: Mark) -> Event:
+        seconds = self.clock.seconds
+        return Event(rank=self.rank, action=action, kind=kind, start=seconds(start), end=seconds(end))
 
     def _await(self, task: StageAction) -> None:
         """Wait for what a compute action needs, as an event of its own."""
         if task.kind in ("F", "B") and self.transport.has_receives(task):
-            start = time.perf_counter()
+            start = self.clock.mark()
             self.came = self.transport.arrived(task)
             self._note(str(task), "wait", start)
 
@@ -260,9 +263,9 @@ class Runner:
             self.world.note("all_reduce", "collective", self.world.mesh.names, total.nbytes, "clip")
             dist.all_reduce(total)
         norm = total.sqrt()
-        scale = most / (norm + 1e-6)
-        if grads and scale < 1:
-            torch._foreach_mul_(grads, float(scale))
+        scale = (most / (norm + 1e-6)).clamp(max=1.0)  # read by the device: the host does not wait for it
+        for dtype in {grad.dtype for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype.to_real()))
         return norm
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:

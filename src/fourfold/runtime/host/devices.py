@@ -35,10 +35,12 @@ class RankDevices:
         return local_rank % self.gpus
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """What NCCL is to find in the environment of a rank."""
+        """What CUDA and NCCL are to find in the environment of a rank: queues for as many streams as stages may have messages
+        under way on, or one would wait behind another; for a GPU that is shared, a host name of its own."""
+        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
         if not self.shared:
-            return {}
-        return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+            return queues
+        return {**queues, "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 PROCESSORS = RankDevices()

@@ -80,6 +80,13 @@ class Local:
     world: World
     randomness: Randomness = field(default_factory=Randomness)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    _indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def index(self, rows: tuple[int, ...]) -> Tensor:
+        """Rows as a tensor, copied to the device once."""
+        if rows not in self._indices:
+            self._indices[rows] = torch.tensor(rows, device=self.device)
+        return self._indices[rows]
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,7 @@ def uniform(step: Compute, local: Local, layout: Layout, dtype: torch.dtype, *mo
             shape[rows.dim] = rows.size
         whole = torch.rand(shape, generator=generator, dtype=torch.float32, device=local.device)
         if rows is not None:
-            whole = whole.index_select(rows.dim, torch.tensor(rows.index, device=local.device))
+            whole = whole.index_select(rows.dim, local.index(rows.index))
         return local.cut(whole, layout).to(dtype)
     where = (step.rows, *(s.spans for s in local.box(layout)))
     generator = local.randomness.generator(local.device, step.op.name, where, *more)
