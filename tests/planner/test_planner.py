@@ -22,7 +22,7 @@ from fourfold.graph.capture import capture
 from fourfold.graph.spec import check_precision
 from fourfold.models import MODELS
 from fourfold.oracle.cost_model import Setting
-from fourfold.oracle.predict import Prediction
+from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices
 from fourfold.planner import Ranking, SearchTask, search
 from fourfold.planner.explain import compare, explained, with_scaled_links, with_scaled_memory
@@ -253,7 +253,7 @@ def test_plan_and_explain_on_the_command_line(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(("cluster", "devices", "precision"), [("dgx-h200", 4, "bf16"), ("ethernet-10g-gpu", 4, "tf32")])
 @pytest.mark.parametrize("name", ["gpt2", "vgg16-cifar"])
 def test_a_run_takes_every_plan_of_the_table_for_gpus(name: str, cluster: str, devices: int, precision: str) -> None:
-    """The plan as a file has it, checked and lowered as `Runner` and `parallelize` do on cuda."""
+    """The plan as a file has it, checked and lowered as a run on cuda does it, is the plan that was predicted."""
     source = ModelGraph(text=name, graph=graph_of(name), batch=batch_of(name), signature={})
     found = search_plans(source, setting_of(cluster, devices, precision=precision))
     assert {bool(c.plan.stages) for c in found.candidates} == {False, True}
@@ -263,6 +263,8 @@ def test_a_run_takes_every_plan_of_the_table_for_gpus(name: str, cluster: str, d
         check_precision(precision, "cuda")
         lowered = lowered_for(source.graph, plan, precision=precision, device="cuda")
         assert lowered.places == candidate.lowered.places and lowered.plan.mesh == candidate.plan.mesh
+        run = predict(lowered, found.task.setting.prices, optimizer=found.task.setting.optimizer)
+        assert (run.step_seconds, run.peak_bytes) == pytest.approx((candidate.step_seconds, candidate.peak_bytes))
 
 
 def test_a_search_refuses_what_a_run_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
