@@ -41,6 +41,7 @@ from fourfold.runtime.comm.shared.sums import SharedSum
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution.recompute import recomputed
 from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.kernels.recurrent import flatten_weights
 from fourfold.runtime.zero.zero3 import Weights
 from fourfold.units import bytes_text
 
@@ -77,6 +78,9 @@ class Executor:
                 continue
             tensor = load(parameter.key, layout)
             self.state[parameter.name] = tensor.requires_grad_() if parameter.trainable else tensor
+        for step in program.computes():
+            if step.nest.kernel == "lstm" and world.device.type == "cuda":  # before anybody has views of the weights
+                flatten_weights(step, self.state)
         self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
         self.keys = {p.name: p.key for p in graph.parameters}
         for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever way their gradients go
