@@ -27,6 +27,7 @@ from fourfold.runtime.execution.executor import Executor, FullTensor
 from fourfold.runtime.execution.feeds import Feeder, Feeds
 from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.execution.stage_transport import StageTransport, TransportName, gradient_of
+from fourfold.runtime.execution.warm_up import warm_up
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.zero.zero1 import Zero1Slices
 from fourfold.timeline import Event
@@ -97,6 +98,7 @@ class Runner:
             "tie": lambda task: self.transport.add_ties(),
             "loss": self._loss,
         }
+        self.cold = self.device.type == "cuda" and len(lowered.places) > 1
         self._reset({})
 
     def _join(
@@ -137,6 +139,7 @@ class Runner:
 
     def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
         """One step's forwards and backwards; gradients are complete when it returns."""
+        self._warm_up(tensors, backward=True)
         self._reset(tensors)
         self.collect, self.record, self.clock = outputs, record, Clock(self.device)
         for task in self.tasks:
@@ -157,6 +160,7 @@ class Runner:
     @torch.no_grad()
     def forward(self, tensors: Mapping[str, Tensor]) -> Outcome:
         """Forwards alone, of all micro-batches; this rank's outputs are kept."""
+        self._warm_up(tensors, backward=False)
         self._reset(tensors)
         self.collect = True
         for task in self.tasks:
@@ -164,6 +168,11 @@ class Runner:
                 self._run[task.kind](task)
         self.held.clear()
         return self.outcome
+
+    def _warm_up(self, tensors: Mapping[str, Tensor], *, backward: bool) -> None:
+        if self.cold:
+            self.cold = False
+            warm_up(self, tensors, backward=backward)
 
     def _begin(self, task: StageAction) -> None:
         """A stage's step begins."""
