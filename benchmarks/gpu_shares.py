@@ -10,7 +10,6 @@ shapes (an all-reduce leaves the tensor as it is). The prediction has the kernel
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.calibrate.gpu_machine import SIZES, GpuFacts, _copy_rate, gpu_cluster, measure_gpu
+from fourfold.calibrate.gpu_machine import GpuFacts, copy_rate, gpu_cluster, measure_gpu, release
 from fourfold.calibrate.gpu_prices import gradient_kernels, time_all
 from fourfold.calibrate.kernels import samples_of
 from fourfold.cluster import Cluster, Link
@@ -51,7 +50,7 @@ from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution import runner as runner_module
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.precision import lowered_for, matrix_mode
-from fourfold.runtime.host.devices import RankDevices
+from fourfold.runtime.host.devices import RankDevices, own_device
 from fourfold.workload.workload import Workload, load_workload
 
 RANKS = 4
@@ -203,7 +202,7 @@ class Predictor:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.facts: GpuFacts = measure_gpu(device.type)
-        self.copy_rate = _copy_rate(device, SIZES[device.type])
+        self.copy_rate = copy_rate(device)
         self.kernels: dict[str, dict[str, KernelTime]] = {}
 
     def cluster(self) -> Cluster:
@@ -231,9 +230,9 @@ def compared(workload: Workload, strategy: str, rank: int, precision: str, predi
     device = predictor.device
     lowered = lowered_for(workload.graph, workload.plan(strategy, ranks=RANKS), precision=precision, device=device.type)
     found = predictor.predict(lowered, rank, precision)
-    emptied()
+    release(device)
     measured = measure_share(workload, strategy, rank, precision, device)
-    emptied()
+    release(device)
     copying = measured.copied / predictor.copy_rate
     machine = CPU if device.type == "cpu" else CUDA
     expected = memory(lowered, placement(RANKS), optimizer=OPTIMIZER, machine=machine, precision=precision)
@@ -258,12 +257,6 @@ def compared(workload: Workload, strategy: str, rank: int, precision: str, predi
 def host_seconds(found: Prediction) -> float:
     """Seconds the host needs to launch the kernels of a step."""
     return sum(item.host_seconds for (_, kind), items in found.estimate.items.items() if kind in "FB" for item in items)
-
-
-def emptied() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def share_ranks(workload: Workload, strategy: str) -> list[int]:
@@ -305,7 +298,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     end, texts = time.monotonic() + 60 * options.minutes, SMALL if options.small else MODELS
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    predictor = Predictor(torch.device(options.device))
+    predictor = Predictor(own_device(options.device))
     print(f"{predictor.facts.name}; predicted / measured of one rank of {RANKS}", flush=True)
     for name in options.names or texts:
         workload = load_workload(texts[name])

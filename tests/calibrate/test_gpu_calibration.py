@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fourfold.calibrate import gpu_machine, gpu_prices
+from fourfold.api import calibration as api_calibration
+from fourfold.api import running as api_running
+from fourfold.calibrate import gpu_machine, gpu_prices, measured_prices
 from fourfold.calibrate.calibration import Progress, requests
 from fourfold.calibrate.collectives import Effort
 from fourfold.calibrate.gpu_calibration import calibrated_on_gpus
@@ -23,7 +26,10 @@ from fourfold.errors import Damaged, InvalidInput, Notice
 from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import LoweredPlan, lower_plan, named
+from fourfold.report.calibration import calibration_text
+from fourfold.report.text import console
 from fourfold.runtime.host.devices import RankDevices
+from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 from small import graph_of
 
@@ -87,6 +93,14 @@ def test_kernels_are_timed_once_and_a_step_rests_on_them(progress: list[Progress
     assert again.step_seconds == found.step_seconds > 0
 
 
+def test_kernels_are_timed_for_the_cluster_of_these_gpus_and_for_no_other(progress: list[Progress]) -> None:
+    plan, own = lowered("filter"), progress[-1].cluster
+    for cluster, measured in ((own, True), (None, True), (preset("dgx-h200").with_size(2), False)):
+        prices = measured_prices._prices_on_gpus(plan, pool(2), cluster, "fp32")
+        assert (predict(plan, prices).estimate.measured_share == 1.0) is measured
+        assert cluster is None or prices.cluster == cluster
+
+
 def test_a_kernel_that_cannot_be_timed_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = list(samples(lowered("data"), {}).values())[:2]
     asked = []
@@ -112,6 +126,44 @@ def test_a_kernel_that_cannot_be_timed_is_named_and_left_out(monkeypatch: pytest
         assert gpu_prices.timed_on_gpus(Ranks(), [one, other], [], "fp32") == times
 
 
+class Pretended(LocalRanks):
+    """Local ranks on processors that are taken for GPUs: `own_device` of any other kind than cuda is a processor."""
+
+    def __init__(self) -> None:
+        self.count, self.devices = 2, RankDevices(kind="pretended", gpus=2)  # type: ignore[arg-type]
+
+    def __call__(self, function: Any, *args: Any) -> list[Any]:
+        return pool(2)(function, *args)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """The pool stays for others."""
+
+
+SMALL = "vgg16-cifar,batch=4,width=32,channels=2"
+
+
+def test_what_calibrate_writes_of_gpus_is_what_verify_and_train_predict_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (api_calibration, api_running):
+        monkeypatch.setattr(module, "rank_pool", lambda count, **options: Pretended())
+    monkeypatch.setattr(api_calibration, "GPU_EFFORT", QUICK)
+    said: list[str] = []
+    result = api_calibration.calibrate(2, models=[SMALL], progress=lambda words, done, of: said.append(words))
+    try:
+        assert result.path == calibration_file(2, "2 processor") and any("kernels of" in words for words in said)
+        assert load_kernels(result.cluster.measured.kernels)
+        assert "each GPU" in render(calibration_text(result.cluster, file="x"))
+        for cluster in (None, "local", str(result.path)):
+            notes: list[str] = []
+            trained = api_running.train(
+                SMALL, strategy="data", ranks=2, steps=1, cluster=cluster, note=lambda text, notes=notes: notes.append(text)
+            )
+            assert trained.prediction is not None and trained.prediction.prices.cluster == result.cluster
+            assert trained.prediction.estimate.measured_share == 1.0
+        assert any("running on 2 x cpu" in text for text in notes)
+    finally:
+        result.path.unlink()
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("NVIDIA H200", "h200"), ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA L4", None), ("H2000", None)]
 )
@@ -126,6 +178,13 @@ def test_a_known_gpu_keeps_the_rates_its_efficiencies_are_relative_to() -> None:
     assert (device.name, device.rates, device.bandwidth) == (known.name, known.rates, known.bandwidth)
     assert (device.memory, device.launch, dict(device.updates)["sgd"]) == (1.5e11, 4e-6, 1e12)
     assert cluster.memory(0) == 1.5e11 and device.sources.of("update_sgd") == "calibration"
+
+
+@pytest.mark.parametrize("facts", [FACTS, OTHER], ids=["known", "unknown"])
+def test_described_gpus_can_be_written_and_read(facts: GpuFacts, tmp_path: Path) -> None:
+    cluster = gpu_cluster("here", ["a"] * 2 + ["b"] * 2, facts, RankDevices(kind="cuda", gpus=1, shared=True))
+    save_cluster(cluster, tmp_path / "here.toml")
+    assert load_cluster(tmp_path / "here.toml") == cluster
 
 
 def test_an_unknown_gpu_has_the_rates_that_were_measured() -> None:
@@ -158,6 +217,12 @@ def test_gpus_of_two_kinds_are_refused() -> None:
 
     with pytest.raises(InvalidInput, match="NVIDIA H200 and NVIDIA L4"):
         gpu_prices.gpus_of(Ranks())
+
+
+def render(text: Any) -> str:
+    with (page := console()).capture() as found:
+        page.print(text)
+    return found.get()
 
 
 def on_gpus(name: str) -> Cluster:

@@ -8,6 +8,7 @@ node has together.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -99,8 +100,16 @@ def measure_gpu(kind: str) -> GpuFacts:
         launch=_rounded(min(max(pair) for pair in calls) / 100),
         updates={optimizer: _update_rate(optimizer, device, sizes) for optimizer in OPTIMIZERS},
         rates={} if known is not None else {precision: _product_rate(precision, device, sizes) for precision in DTYPES},
-        bandwidth=0.0 if known is not None else _copy_rate(device, sizes),
+        bandwidth=0.0 if known is not None else copy_rate(device),
     )
+
+
+def release(device: torch.device) -> None:
+    """Give back what was measured with: libraries and the allocator keep memory, which would count as the next run's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def _update_rate(optimizer: str, device: torch.device, sizes: _Sizes) -> float:
@@ -118,10 +127,11 @@ def _product_rate(precision: Precision, device: torch.device, sizes: _Sizes) -> 
         return 2 * sizes.matrix**3 / _seconds(lambda: torch.mm(a, b), device)
 
 
-def _copy_rate(device: torch.device, sizes: _Sizes) -> float:
+def copy_rate(device: torch.device) -> float:
     """Bytes read and written in a second."""
-    source, target = (torch.zeros(sizes.copied // 4, device=device) for _ in range(2))
-    return 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
+    size = SIZES[device.type].copied
+    source, target = (torch.zeros(size // 4, device=device) for _ in range(2))
+    return 2 * size / _seconds(lambda: target.copy_(source), device)
 
 
 def _seconds(once: Callable[[], Any], device: torch.device) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.calibrate.gpu_kernels import LEAST_HOST, DeviceKernel, DeviceTime, engine_seconds, sum_seconds
-from fourfold.calibrate.gpu_machine import gpu_cluster, gpu_kernels_name, gpu_name, measure_gpu
+from fourfold.calibrate.gpu_machine import gpu_cluster, gpu_kernels_name, gpu_name, measure_gpu, release
 from fourfold.calibrate.kernel_table import add_kernels, load_kernels, rounded, table_name
 from fourfold.calibrate.kernels import Sample, samples_of
 from fourfold.cluster import Cluster, Precision
@@ -84,6 +84,7 @@ def gpu_users(ranks: RankPool, hosts: Sequence[str]) -> list[int]:
 def _measured_alone(kind: str, timers: Sequence[int]) -> object:
     """The facts of the device on the ranks named; all ranks must call."""
     facts = measure_gpu(kind) if dist.get_rank() in timers else None
+    release(own_device(kind))
     dist.all_reduce(torch.zeros(1))  # by gloo: others leave the devices alone meanwhile
     return facts
 
@@ -142,6 +143,7 @@ def time_on_gpu(some: Sequence[Sample], sums: Sequence[Kernel], precision: str, 
         turn = timers.index(dist.get_rank())
         wanted: list[Sample | Kernel] = [*some, *sums]
         times, failed = time_all(wanted[turn :: len(timers)], precision, own_device(kind))
+        release(own_device(kind))
     dist.all_reduce(torch.zeros(1))  # by gloo: others leave the devices alone meanwhile
     return times, failed
 
