@@ -76,6 +76,8 @@ class Copies:
         """Every copy is complete at once, as far as the host can see."""
 
     def all_reduce(self, tensor: Tensor, *args: Any, **options: Any) -> Copies:
+        if not options.get("async_op"):  # `World.summed` has copied it; buckets of gradients are summed in place
+            self.bytes += 2 * tensor.nbytes
         return self
 
     def all_to_all(
@@ -143,6 +145,7 @@ def alone(rank: int, ranks: int) -> Iterator[Copies]:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     seconds: float
+    host: float  # until the host has launched a step
     spread: float  # between quartiles, relative
     peak: int
     copied: int  # bytes, by the collectives of a step
@@ -171,10 +174,11 @@ def measure_share(workload: Workload, strategy: str, rank: int, precision: str, 
         before = copies.bytes
         step()
         copied = copies.bytes - before
-        times = sorted(step_seconds(step, device))
+        times, host = sorted(step_seconds(step, device)), launch_seconds(step, device)
         _, peak = measured_peak(step, held=lambda: [*parts, *run.runner.kept()], device=device)
     quarter, middle = len(times) // 4, statistics.median(times)
-    return Measured(seconds=middle, spread=(times[-1 - quarter] - times[quarter]) / middle, peak=peak, copied=copied)
+    spread = (times[-1 - quarter] - times[quarter]) / middle
+    return Measured(seconds=middle, host=host, spread=spread, peak=peak, copied=copied)
 
 
 def step_seconds(step: Callable[[], None], device: torch.device) -> list[float]:
@@ -194,6 +198,20 @@ def step_seconds(step: Callable[[], None], device: torch.device) -> list[float]:
         event.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def launch_seconds(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the host for a step that begins with an empty queue."""
+    if device.type == "cpu":
+        return 0.0
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begun)
+    torch.cuda.synchronize()
+    return min(times)
 
 
 class Predictor:
@@ -247,7 +265,8 @@ def compared(workload: Workload, strategy: str, rank: int, precision: str, predi
         "peak_error": peak.bytes / measured.peak - 1,
         "copying_seconds": copying,
         "breakdown": dict(found.breakdown),
-        "host_seconds": host_seconds(found),
+        "predicted_host_seconds": host_seconds(found),
+        "measured_host_seconds": measured.host,
         "known_from": dict(found.known_from),
         "peak_at": f"{peak.action} {peak.op}",
         "peak_parts": dict(peak.parts),
@@ -272,8 +291,8 @@ def row(key: str, one: dict[str, Any]) -> str:
         1e3 * one["predicted_seconds"], 1e3 * one["measured_seconds"], one["seconds_error"]
     )
     peaks = "{:8.1f} / {:8.1f} MB {:+6.1%}".format(one["predicted_peak"] / 1e6, one["measured_peak"] / 1e6, one["peak_error"])
-    bound = "host" if one["host_seconds"] > one["predicted_seconds"] - one["copying_seconds"] - 1e-9 else "device"
-    return f"{key:30} {times}   {peaks}   {bound}"
+    host = "host {:7.3f} / {:7.3f} ms".format(1e3 * one["predicted_host_seconds"], 1e3 * one["measured_host_seconds"])
+    return f"{key:30} {times}   {peaks}   {host}"
 
 
 def summary(found: dict[str, Any]) -> str:

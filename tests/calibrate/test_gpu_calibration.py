@@ -126,6 +126,13 @@ def test_a_kernel_that_cannot_be_timed_is_named_and_left_out(monkeypatch: pytest
         assert gpu_prices.timed_on_gpus(Ranks(), [one, other], [], "fp32") == times
 
 
+def test_a_search_times_kernels_on_the_gpus_of_its_cluster_and_on_no_others(progress: list[Progress]) -> None:
+    timing = measured_prices.timing(progress[-1].cluster, Pretended(), "bf16")
+    assert predict(lowered("data"), timing([lowered("data")])).estimate.measured_share == 1.0
+    with pytest.raises(InvalidInput, match="was not calibrated on these GPUs"):
+        measured_prices.timing(preset("dgx-h200").with_size(2), Pretended(), "fp32")
+
+
 class Pretended(LocalRanks):
     """Local ranks on processors that are taken for GPUs: `own_device` of any other kind than cuda is a processor."""
 

@@ -92,6 +92,13 @@ def timing(
     cluster: Cluster, ranks: LocalRanks | TorchrunRanks, precision: Precision
 ) -> Callable[[Iterable[LoweredPlan]], Prices]:
     """For the planner: times the kernels of plans on the ranks, which must be those of the cluster."""
+    if ranks.devices.kind != "cpu":
+        if cluster.measured.kernels != own_table(ranks):
+            raise InvalidInput(
+                f"cluster {cluster.name!r} was not calibrated on these GPUs; give the file that `fourfold calibrate` wrote here, "
+                "or leave --measure out"
+            )
+        return partial(gpu_prices, cluster=cluster, ranks=ranks, precision=precision)
     check_here(cluster, len(set(ranks(host_of_this_process))))
     if precision not in TIMED_BY_SEARCH:
         known = " or ".join(TIMED_BY_SEARCH)
