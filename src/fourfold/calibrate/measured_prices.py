@@ -95,8 +95,8 @@ def timing(
     if ranks.devices.kind != "cpu":
         if cluster.measured.kernels != own_table(ranks):
             raise InvalidInput(
-                f"cluster {cluster.name!r} was not calibrated on these GPUs; give the file that `fourfold calibrate` wrote here, "
-                "or leave --measure out"
+                f"cluster {cluster.name!r} was not calibrated on these GPUs; give the file that `fourfold calibrate` wrote "
+                "here, or leave --measure out"
             )
         return partial(gpu_prices, cluster=cluster, ranks=ranks, precision=precision)
     check_here(cluster, len(set(ranks(host_of_this_process))))
