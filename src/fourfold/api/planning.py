@@ -187,7 +187,9 @@ def _kernel_timing(setting: Setting, measure: bool) -> Iterator[Measure | None]:
     from fourfold.calibrate.measured_prices import timing
     from fourfold.runtime.rank_pool import rank_pool
 
-    with rank_pool(setting.cluster.size) as ranks:
+    device = setting.cluster.device(0)
+    kind, shared = ("auto", device.cores > 0) if device.kind == "gpu" else ("cpu", False)
+    with rank_pool(setting.cluster.size, device=kind, share_gpu=shared) as ranks:
         yield timing(setting.cluster, ranks, setting.prices.precision)
 
 

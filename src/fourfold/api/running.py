@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fourfold.api.settings import cluster_of, one_of
 from fourfold.calibrate.measured_prices import predict_on_ranks
-from fourfold.cluster import PRECISIONS, Cluster
+from fourfold.cluster import LOCAL, PRECISIONS, Cluster
 from fourfold.errors import Damaged, InvalidInput, Notice, OutOfMemory
 from fourfold.graph.spec import check_precision
 from fourfold.oracle.predict import Prediction
@@ -295,7 +295,8 @@ def _prediction(
     """The step predicted before it is run; None, and a note, where this machine's own calibration is damaged."""
     lowered = lowered_for(workload.graph, plan, precision=precision, device=pool.devices.kind)
     check_runnable(plan)
-    where = cluster_of(cluster, pool.count) if cluster is not None else None
+    own = cluster is None or (cluster == LOCAL and pool.devices.kind != "cpu")  # `local` by name is for processors
+    where = cluster_of(cluster, pool.count) if cluster is not None and not own else None
     say("timing kernels")
     exact = one_of("precision", precision, PRECISIONS)
     try:

@@ -19,14 +19,15 @@ from fourfold.calibrate.collective_calls import CurveRequest
 from fourfold.calibrate.collectives import FULL, Effort, TimedCurve, measure_rates, time_collective, time_waits
 from fourfold.calibrate.kernels import KernelTimings, Sample
 from fourfold.calibrate.machine_speed import load_pace, measure_speed, save_pace, speed_exponent
+from fourfold.calibrate.node_runs import node_run
 from fourfold.calibrate.robust_stats import interquartile_mean, interquartile_range, strays
-from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Nodes, Sources, Waits, local
+from fourfold.cluster import Cluster, Collective, Curve, Link, Measured, Sources, Waits, local
 from fourfold.cluster.local import usable_cores
-from fourfold.errors import InvalidInput
 from fourfold.optimizers import OPTIMIZERS
 from fourfold.oracle.prices.prices import KernelTime
 from fourfold.plans.layout.mesh import divisors
 from fourfold.runtime.comm.shared.memory import host_of_this_process
+from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.rank_pool import RankPool, is_leader
 
 LOOPBACK = "loopback"
@@ -49,12 +50,17 @@ class Progress:
 
 
 def calibrated(
-    ranks: RankPool, *, name: str = "calibrated", effort: Effort = FULL, kernels: Sequence[Sample] = ()
+    ranks: RankPool,
+    *,
+    name: str = "calibrated",
+    effort: Effort = FULL,
+    kernels: Sequence[Sample] = (),
+    precision: str = "fp32",
 ) -> Iterator[Progress]:
     """Clusters of ever more measurements, the last complete; an interrupted calibration leaves the one before. Kernels are
     gone through in the same rounds, so that every number is taken at moments that lie far apart."""
     hosts = ranks(host_of_this_process)
-    wanted, timing = requests(hosts), KernelTimings(kernels, {})
+    wanted, timing = requests(hosts), KernelTimings(kernels, PRECISIONS[precision])
     told = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}, {ranks.count} ranks; measured"
     so_far = _Measurements(replace(_described(hosts, name), about=told), ranks.count, ranks(load_pace)[0])
     done, of = 0, effort.rounds * (1 + len(wanted) + len(_parts(timing.wanted)))
@@ -143,7 +149,7 @@ class _Measurements:
         if rounds:
             device = replace(device, drift=_rounded(drift(rounds)))
         curves = tuple(self._curve(request) for request, found in self.blocks.items() if found)
-        links = tuple(_linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
+        links = tuple(linked(link, [c for c in curves if c.level == link.name]) for link in self.base.links)
         waits = tuple(self._waits(request) for request in self.stretches)
         return replace(self.base, kinds=(device,), links=links, measured=Measured(curves=curves, waits=waits))
 
@@ -211,7 +217,7 @@ def _at(fact: Mapping[str, float], longer: float) -> dict[str, float]:
     }
 
 
-def _linked(link: Link, curves: list[Curve]) -> Link:
+def linked(link: Link, curves: list[Curve]) -> Link:
     """A link with the latency and bandwidth that sends over it had."""
     sends = [curve for curve in curves if curve.collective == "send"]
     if not sends:
@@ -222,8 +228,9 @@ def _linked(link: Link, curves: list[Curve]) -> Link:
     return replace(link, latency=seconds[0], bandwidth=_rounded(speed), sources=SENT)
 
 
-def requests(hosts: list[str]) -> list[CurveRequest]:
-    """The curves that plans on these ranks may ask for."""
+def requests(hosts: list[str], *, within: str = LOOPBACK, across: str = "network", shared: bool = True) -> list[CurveRequest]:
+    """The curves that plans on these ranks may ask for. `within`, `across`: the links of a host and between hosts; `shared`:
+    whether the ranks of a host can share memory."""
     out = []
     count = len(hosts)
     for size in divisors(count)[1:]:
@@ -233,8 +240,8 @@ def requests(hosts: list[str]) -> list[CurveRequest]:
             inside = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
             kinds: list[Collective] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
             kinds += ["send"] if size == 2 else []
-            kinds += ["shared_gather", "shared_sum", "shared_fetch", "shared_give"] if inside else []
-            level = LOOPBACK if inside else "network"
+            kinds += ["shared_gather", "shared_sum", "shared_fetch", "shared_give"] if inside and shared else []
+            level = within if inside else across
             busy = Counter(hosts[rank] for group in groups for rank in group)
             crowd = max(1.0, max(busy.values()) / usable_cores())
             out += [CurveRequest(collective=kind, groups=groups, level=level, crowd=crowd) for kind in kinds]
@@ -244,17 +251,9 @@ def requests(hosts: list[str]) -> list[CurveRequest]:
 
 def _described(hosts: list[str], name: str) -> Cluster:
     """The ranks as a cluster nobody has measured yet."""
-    nodes = list(dict.fromkeys(hosts))
-    base = local(len(hosts))
-    if len(nodes) == 1:
+    base, run = local(len(hosts)), node_run(hosts, device="cpu")
+    if run.count == 1:
         return replace(base, name=name)
-    counts = sorted({hosts.count(host) for host in nodes})
-    if len(counts) > 1 or hosts != sorted(hosts, key=nodes.index):
-        raise InvalidInput(
-            f"{len(nodes)} hosts with {' and '.join(map(str, counts))} ranks, not equally many one after the "
-            "other; start as many on each"
-        )
-    run = Nodes(count=len(nodes), device="cpu", devices=counts[0], sources=Sources(whole="found by calibration"))
     network = Link(name="network", latency=1e-4, bandwidth=1e8, sources=Sources(whole="assumed, not calibrated"))
     return replace(base, name=name, nodes=(run,), links=(*base.links, network))
 

@@ -27,6 +27,7 @@ from fourfold.runtime.zero.zero3_shared import SharedTransport
 
 T = TypeVar("T")
 
+PROCESSOR = torch.device("cpu")
 DATA = ("data",)  # the axis of the ranks of a group
 PLACES = 8  # for gradients that are dealt out: ranks may be so many repetitions apart
 
@@ -42,11 +43,10 @@ class CurveRequest:
 
 
 def collective_call(
-    request: CurveRequest, mine: tuple[int, ...] | None, group: Any
+    request: CurveRequest, mine: tuple[int, ...] | None, group: Any, device: torch.device = PROCESSOR
 ) -> Callable[[int], Callable[[], Any] | None]:
     """A function of a size in bytes; it returns one that runs the collective once, or None where shared memory has no room for
     it. Ranks outside all groups do nothing. All ranks must call."""
-    device = torch.device("cpu")
     placement = running_placement(device, dist.get_world_size())
     if mine is None:
         return lambda size: lambda: None
@@ -59,7 +59,7 @@ def collective_call(
 
     def run(size: int) -> Callable[[], Any]:
         n = max(size // 4, 1)
-        one, all_of = torch.zeros(n), torch.zeros(n * count)
+        one, all_of = (torch.zeros(numel, device=device) for numel in (n, n * count))
         if kind == "all_reduce":
             return lambda: dist.all_reduce(one, group=group)
         direct = paths.one_to_all(kind, DATA, world.rank, n * (count - 1)) == "direct"
@@ -69,7 +69,7 @@ def collective_call(
             return lambda: gloo_p2p.reduce_scatter(one, all_of, group, direct=direct)
         if kind == "all_to_all":
             return _all_to_all(world, max(n // (count - 1), 1), group)
-        return lambda: _ping(one, mine)  # there and back: `time_collective` halves it
+        return lambda: _ping(one, mine, group)  # there and back: `time_collective` halves it
 
     return run
 
@@ -81,18 +81,23 @@ def _all_to_all(world: World, each: int, group: Any) -> Callable[[], Any]:
     direct = world.paths.all_to_all(DATA, me, each * (count - 1)) == "direct"
     parts = [0 if direct and k == me else each for k in range(count)]
     total = sum(parts)
-    return lambda: gloo_p2p.all_to_all(torch.empty(total), torch.zeros(total), parts, parts, group, direct=direct).wait()
+
+    def once() -> None:
+        received, packed = torch.empty(total, device=world.device), torch.zeros(total, device=world.device)
+        gloo_p2p.all_to_all(received, packed, parts, parts, group, direct=direct).wait()
+
+    return once
 
 
-def _ping(tensor: torch.Tensor, pair: tuple[int, ...]) -> None:
+def _ping(tensor: torch.Tensor, pair: tuple[int, ...], group: Any) -> None:
     """A message from the first to the second and back."""
     mine, other = (pair[0], pair[1]) if dist.get_rank() == pair[0] else (pair[1], pair[0])
     if mine == pair[0]:
-        dist.send(tensor, other)
-        dist.recv(tensor, other)
+        dist.send(tensor, other, group=group)
+        dist.recv(tensor, other, group=group)
     else:
-        dist.recv(tensor, other)
-        dist.send(tensor, other)
+        dist.recv(tensor, other, group=group)
+        dist.send(tensor, other, group=group)
 
 
 def _shared(kind: str, group: Any, world: World) -> Callable[[int], Callable[[], Any] | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ LONG = 0.05  # seconds: so long a chain is run only three times
 CLOCK = 2e9  # cycles a second: the fastest a GPU's clock runs, so that sleep is rather too long
 LEAST_SLEEP = 3e-4
 MOST_SLEEP = 0.2
+LEAST_HOST = 1e-6  # seconds the host needs at least for a backward
+CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +49,18 @@ class DeviceTime:
 
 
 def queued(
-    calls: Callable[[Any], Any], prepared: Callable[[], Any] = lambda: None, *, least: float = LEAST_SLEEP
+    calls: Callable[[Any], Any],
+    prepared: Callable[[], Any] = lambda: None,
+    *,
+    least: float = LEAST_SLEEP,
+    device: torch.device = CUDA,
 ) -> tuple[float, float]:
-    """Seconds on the device and on the host of calls that are queued while the device sleeps, on what was prepared before."""
+    """Seconds on the device and on the host of calls that are queued while the device sleeps, on what was prepared before. A
+    processor has no queue: there the host needs none beside them."""
+    if device.type == "cpu":
+        material, begun = prepared(), time.perf_counter()
+        calls(material)
+        return time.perf_counter() - begun, 0.0
     sleep = least
     while True:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,8 +81,16 @@ def queued(
 class DeviceKernel:
     """One kernel bound to made-up tensors on a GPU, run as the runtime would run it on one rank."""
 
-    def __init__(self, sample: Sample, device: torch.device, *, autocast: bool = False) -> None:
-        self.run = build(sample.step, Local(SingleRankWorld(sample.mesh, sample.member, device, None), Randomness(), {}))
+    def __init__(
+        self,
+        sample: Sample,
+        device: torch.device,
+        *,
+        autocast: bool = False,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        world = SingleRankWorld(sample.mesh, sample.member, device, None)
+        self.run = build(sample.step, Local(world, Randomness(), dict(dtypes or {})))
         self.kernel, self.device, self.autocast = sample.kernel, device, autocast
 
     def device_time(self) -> DeviceTime:
@@ -93,7 +112,7 @@ class DeviceKernel:
 
     def _forward(self, count: int) -> list[tuple[float, float]]:
         shared = self._operands()
-        return self._series(lambda: queued(lambda _: self._called([shared] * count)), count)
+        return self._series(lambda: self._queued(lambda _: self._called([shared] * count)), count)
 
     def _backward(self, count: int) -> list[tuple[float, float]]:
         links = [self._operands() for _ in range(count)]
@@ -102,9 +121,14 @@ class DeviceKernel:
         if not grads:
             return [(0.0, 0.0)]
         return self._series(
-            lambda: queued(lambda outs: torch.autograd.grad(outs, ends, grads, allow_unused=True), lambda: self._called(links)),
+            lambda: self._queued(
+                lambda outs: torch.autograd.grad(outs, ends, grads, allow_unused=True), lambda: self._called(links)
+            ),
             count,
         )
+
+    def _queued(self, calls: Callable[[Any], Any], prepared: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+        return queued(calls, prepared, device=self.device)
 
     def _series(self, once: Callable[[], tuple[float, float]], count: int) -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
@@ -117,11 +141,13 @@ class DeviceKernel:
         """Bytes that forward and backward need for a while."""
         operands = self._operands()
         leaves = [t for t in operands if t.requires_grad]
-        forward, outs = _grown(lambda: self._called([operands]))
+        forward, outs = _grown(lambda: self._called([operands]), self.device)
         if not outs or not leaves:
             return forward, 0
         grads = [torch.rand_like(t) for t in outs]
-        backward, _ = _grown(lambda: torch.autograd.grad(outs, leaves, grads, allow_unused=True, retain_graph=True))
+        backward, _ = _grown(
+            lambda: torch.autograd.grad(outs, leaves, grads, allow_unused=True, retain_graph=True), self.device
+        )
         return forward, backward
 
     def _called(self, links: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -144,7 +170,7 @@ def sum_seconds(kernel: Kernel, device: torch.device) -> DeviceTime:
     """The time of adding up two gradients."""
     one, other = (made(spec, 1, device) for spec in kernel.operands)
     count = max(1, min(CHAINED, int(CHAINED_BYTES / max(kernel.moved, 1.0))))
-    found = [queued(lambda _: [torch.add(one, other) for _ in range(count)]) for _ in range(SERIES)]
+    found = [queued(lambda _: [torch.add(one, other) for _ in range(count)], device=device) for _ in range(SERIES)]
     seconds = [device / count for device, _ in found]
     return DeviceTime(
         forward=statistics.median(seconds),
@@ -160,8 +186,24 @@ def _spread(seconds: Sequence[float]) -> float:
     return (max(seconds) - min(seconds)) / statistics.median(seconds) if min(seconds) else 0.0
 
 
-def _grown(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes a call takes for a while beyond what it leaves behind."""
+def engine_seconds(device: torch.device) -> float:
+    """Seconds of the host for what the engine does around the backward of a call, which a step has once and the timing of a
+    kernel at every call: that of a view, which does nothing itself."""
+    some = [torch.rand(8, 8, device=device, requires_grad=True) for _ in range(CHAINED)]
+    grads = [torch.ones(8, 8, device=device) for _ in some]
+
+    def views() -> list[Tensor]:
+        return [tensor.t() for tensor in some]
+
+    forward = min(queued(lambda _: views(), device=device)[1] for _ in range(SERIES))
+    backward = min(queued(lambda outs: torch.autograd.grad(outs, some, grads), views, device=device)[1] for _ in range(SERIES))
+    return max(backward - forward, 0.0) / CHAINED
+
+
+def _grown(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """Bytes a call takes for a while beyond what it leaves behind; 0 on a processor, where nobody counts."""
+    if device.type == "cpu":
+        return 0, call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     result = call()

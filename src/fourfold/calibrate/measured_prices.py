@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from fourfold.calibrate.gpu_prices import calibrated_gpus, gpu_prices, own_table
 from fourfold.calibrate.kernel_table import add_kernels, known_prices, load_kernels
-from fourfold.calibrate.kernels import ROUNDS, Rounds, Sample, samples_of, time_kernels
+from fourfold.calibrate.kernels import ROUNDS, Rounds, samples_of, time_kernels
 from fourfold.calibrate.machine_speed import machine_name
 from fourfold.cluster import LOCAL, Cluster, Precision, cluster_named
 from fourfold.errors import Damaged, InvalidInput
@@ -15,17 +16,16 @@ from fourfold.graph.spec import computed_as
 from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices
 from fourfold.plans.lists.lowered_plan import LoweredPlan
-from fourfold.plans.lists.plan_lowering import lower_plan
 from fourfold.runtime.comm.shared.memory import host_of_this_process
-from fourfold.runtime.execution.precision import PRECISIONS
+from fourfold.runtime.execution.precision import PRECISIONS, lowered_for
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, share
 from fourfold.workload.workload import load_workload
 
 ONCE = Rounds(1, 1)
 TWICE = Rounds(2, 2)  # for a search: plans that win by less than a kernel strays are as good as each other
+TIMED_BY_SEARCH = ("fp64", "fp32")
 METHOD = "2026-11-16"  # the day since when kernels are timed as they are: earlier tables do not compare
-DTYPES = {precision: computed_as(precision) for precision in ("fp64", "fp32")}
 
 
 def here(cluster: Cluster) -> Cluster:
@@ -36,11 +36,12 @@ def here(cluster: Cluster) -> Cluster:
     return replace(cluster, measured=replace(cluster.measured, kernels=name))
 
 
-def kernels_of(models: Iterable[str], ranks: LocalRanks | TorchrunRanks, *, batch: int | None = None) -> list[Sample]:
-    """The kernels of MODELs, divided by data over the ranks."""
-    seen = [load_workload(text, batch=batch, data=False) for text in models]
-    plans = [lower_plan(one.graph, one.plan("data", ranks=ranks.count)) for one in seen]
-    return list(samples_of(plans, DTYPES["fp32"]).values())
+def plans_of(
+    models: Iterable[str], ranks: LocalRanks | TorchrunRanks, *, batch: int | None = None, precision: str = "fp32"
+) -> list[LoweredPlan]:
+    """MODELs divided by data over the ranks, lowered as they run in a precision."""
+    kind, seen = ranks.devices.kind, [load_workload(text, batch=batch, data=False) for text in models]
+    return [lowered_for(one.graph, one.plan("data", ranks=ranks.count), precision=precision, device=kind) for one in seen]
 
 
 def predict_on_ranks(
@@ -48,17 +49,27 @@ def predict_on_ranks(
 ) -> Prediction | None:
     """A plan's step before the ranks run it; kernels that no table has are timed first, once each. None where nothing is known
     of how the ranks are joined: several hosts and no cluster given."""
-    if ranks.devices.kind != "cpu":  # what was measured on GPUs, or their curves; nothing is timed for it
-        return predict(lowered, known_prices(cluster, precision), optimizer=optimizer) if cluster is not None else None
     hosts = set(ranks(host_of_this_process))
     if cluster is None and len(hosts) > 1:
         return None
+    if ranks.devices.kind != "cpu":
+        return predict(lowered, _prices_on_gpus(lowered, ranks, cluster, precision), optimizer=optimizer)
     where = cluster or share(ranks, lambda: _local(ranks.count))
     if isinstance(where, Damaged):  # on all ranks
         raise where
     check_here(where, len(hosts))
     prices = measured_prices([lowered], where, ranks, precision=precision, rounds=ONCE)
     return predict(lowered, prices, optimizer=optimizer)
+
+
+def _prices_on_gpus(
+    lowered: LoweredPlan, ranks: LocalRanks | TorchrunRanks, cluster: Cluster | None, precision: Precision
+) -> Prices:
+    """With the kernels timed on these GPUs, if the cluster is theirs; of any other, what comes with Fourfold for it."""
+    where = cluster or calibrated_gpus(ranks)
+    if cluster is not None and cluster.measured.kernels != own_table(ranks):
+        return known_prices(cluster, precision)
+    return gpu_prices([lowered], where, ranks, precision=precision)
 
 
 def _local(ranks: int) -> Cluster | Damaged:
@@ -81,9 +92,17 @@ def timing(
     cluster: Cluster, ranks: LocalRanks | TorchrunRanks, precision: Precision
 ) -> Callable[[Iterable[LoweredPlan]], Prices]:
     """For the planner: times the kernels of plans on the ranks, which must be those of the cluster."""
+    if ranks.devices.kind != "cpu":
+        if cluster.measured.kernels != own_table(ranks):
+            raise InvalidInput(
+                f"cluster {cluster.name!r} was not calibrated on these GPUs; give the file that `fourfold calibrate` wrote "
+                "here, or leave --measure out"
+            )
+        return partial(gpu_prices, cluster=cluster, ranks=ranks, precision=precision)
     check_here(cluster, len(set(ranks(host_of_this_process))))
-    if precision not in DTYPES:
-        raise InvalidInput(f"kernels are timed here in {' or '.join(DTYPES)}, not in {precision}; leave --measure out")
+    if precision not in TIMED_BY_SEARCH:
+        known = " or ".join(TIMED_BY_SEARCH)
+        raise InvalidInput(f"kernels are timed here in {known}, not in {precision}; leave --measure out")
     return partial(measured_prices, cluster=cluster, ranks=ranks, precision=precision, rounds=TWICE)
 
 
@@ -100,7 +119,7 @@ def measured_prices(
     cluster = here(cluster)
     name = cluster.measured.kernels
     known = share(ranks, lambda: load_kernels(name))
-    missing = samples_of(plans, DTYPES[precision], known)
+    missing = samples_of(plans, computed_as(precision), known)
     if missing:
         found = time_kernels(ranks, missing.values(), PRECISIONS[precision], rounds, cluster.kinds[0].pace)
         known = {**known, **found}

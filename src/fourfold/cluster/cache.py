@@ -31,9 +31,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourfold"
 
 
-def calibration_file(ranks: int) -> Path:
-    """Path of this machine's calibration with a number of ranks."""
-    return cache_folder() / "clusters" / f"{_slug(platform.node())}-{ranks}.toml"
+def calibration_file(ranks: int, gpus: str = "") -> Path:
+    """Path of this machine's calibration with a number of ranks on its processors or, if they are named, on GPUs."""
+    name = f"{platform.node()}-{ranks}" + (f"-{gpus}" if gpus else "")
+    return cache_folder() / "clusters" / f"{_slug(name)}.toml"
 
 
 def kernels_file(name: str) -> Path:

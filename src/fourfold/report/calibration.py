@@ -24,7 +24,10 @@ def calibration_text(cluster: Cluster, *, file: str) -> RenderableType:
         table.add_row(curve.collective, curve.level, groups, *times, f"{_spread(curve):.0%}")
     (device,) = cluster.kinds
     rate, bandwidth = f"{flops_text(dict(device.rates)['fp32'])}/s", f"{device.bandwidth / 1e9:.3g} GB/s"
-    head = f"{cluster.name}: {cluster.about}; {device.cores} cores a host, together {rate} and {bandwidth}"
+    who = "each GPU" if device.kind == "gpu" else f"{device.cores} cores a host, together"
+    if device.kind == "gpu" and device.cores:
+        who = f"{device.cores} shared GPU{'s' if device.cores > 1 else ''}, together"
+    head = f"{cluster.name}: {cluster.about}; {who} {rate} and {bandwidth}"
     return Group(Text(head), table, Text(f"written to {file}"))
 
 

@@ -63,7 +63,7 @@ class Prices:
 
     def _kernel(self, kernel: Kernel, rank: int) -> KernelTime:
         device = self.cluster.device(rank)
-        found = self.kernels.get(kernel.key) or self._fitted(kernel, device)
+        found = self.kernels.get(kernel.key) or self._fitted(kernel, device, self.share(rank))
         if found is not None:
             return self._with_host_seconds(found, kernel, device)
         forward = self._roofline(kernel, kernel.flops, kernel.moved, device, rank)
@@ -71,20 +71,21 @@ class Prices:
         return KernelTime(forward=forward, backward=backward, source="roofline")
 
     def _with_host_seconds(self, found: KernelTime, kernel: Kernel, device: Device) -> KernelTime:
-        """With the host's launch seconds, where they are known: a GPU and the host that fills its queue work at once."""
+        """With the host's launch seconds, where they are known: a GPU and the host that fills its queue work at once. Those
+        that were measured with the kernel stay."""
         known = self._efficiency(device)
-        if known is None or kernel.empty:
+        if known is None or kernel.empty or any(found.host_seconds):
             return found
         return replace(found, host_seconds=(known.host_seconds(kernel, "forward"), known.host_seconds(kernel, "backward")))
 
-    def _fitted(self, kernel: Kernel, device: Device) -> KernelTime | None:
-        """By the kernels measured on such devices that come with Fourfold."""
+    def _fitted(self, kernel: Kernel, device: Device, share: float) -> KernelTime | None:
+        """By the kernels measured on such devices that come with Fourfold; on a rank's share of what its node has of them."""
         known = self._efficiency(device)
         if known is None or kernel.empty:
             return None
-        rate = device.rate(format_of(kernel, self.precision))
-        forward = known.seconds(kernel, "forward", precision=self.precision, rate=rate, bandwidth=device.bandwidth)
-        backward = known.seconds(kernel, "backward", precision=self.precision, rate=rate, bandwidth=device.bandwidth)
+        rate, bandwidth = share * device.rate(format_of(kernel, self.precision)), share * device.bandwidth
+        forward = known.seconds(kernel, "forward", precision=self.precision, rate=rate, bandwidth=bandwidth)
+        backward = known.seconds(kernel, "backward", precision=self.precision, rate=rate, bandwidth=bandwidth)
         if forward is None or backward is None:
             return None
         return KernelTime(forward=forward, backward=backward, source="fitted")

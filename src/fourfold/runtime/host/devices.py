@@ -54,7 +54,7 @@ def rank_devices(device: str, ranks: int, *, share_gpu: bool = False) -> RankDev
         if share_gpu:
             raise InvalidInput("--share-gpu is for ranks on GPUs, --device is cpu; leave one of them out")
         return PROCESSORS
-    gpus = _gpu_count()
+    gpus = gpu_count()
     if gpus >= ranks or (share_gpu and gpus):
         return RankDevices(kind="cuda", gpus=gpus, shared=gpus < ranks)
     if device == "auto" and not share_gpu:
@@ -67,7 +67,7 @@ def rank_devices(device: str, ranks: int, *, share_gpu: bool = False) -> RankDev
     )
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
