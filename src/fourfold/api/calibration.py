@@ -19,9 +19,8 @@ from fourfold.cluster import PRECISIONS, Cluster, Precision, save_calibration, s
 from fourfold.cluster.cache import calibration_file
 from fourfold.cluster.local import usable_cores
 from fourfold.errors import InvalidInput
-from fourfold.graph.spec import computed_as
+from fourfold.graph.spec import check_precision, computed_as
 from fourfold.plans import LoweredPlan
-from fourfold.runtime.execution.precision import check_precision
 from fourfold.runtime.host.devices import gpu_count
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, rank_pool, under_torchrun
