@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,13 @@ class Executor:
     def _shared_sum(self, action: Sum) -> SharedSum:
         return SharedSum.open([self.state[name] for name in action.names], action.axes, self.world)
 
+    def casts(self) -> AbstractContextManager[Any]:
+        """Around forward in bf16: autocast. Casts of operands are ops of the list; what an op casts inside (a loss its logits)
+        is left to autocast, and so done as in eager PyTorch."""
+        if self.lists[next(iter(self.lists))].messages.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=False)
+
     @property
     def randomness(self) -> Randomness:
         return self.local.randomness
@@ -154,8 +162,9 @@ class Executor:
                 if again:  # running statistics were updated by the first run
                     inner.update({slot: inner[slot].clone() for slot in action.buffers})
                 randomness.step, randomness.microbatch = moment
-                for bound in second if again else first:
-                    bound(inner)
+                with self.casts():
+                    for bound in second if again else first:
+                        bound(inner)
                 randomness.step, randomness.microbatch = now
                 return [inner[slot] for slot in action.results]
 
@@ -213,7 +222,7 @@ class Executor:
         env: Env = {**self.state, **self.written, **self.constants, **feeds}
         at = 0
         try:
-            with self.weights.forward(size):
+            with self.casts(), self.weights.forward(size):
                 for at, run in enumerate(self._forward[size]):  # noqa: B007
                     run(env)
         except torch.OutOfMemoryError as error:

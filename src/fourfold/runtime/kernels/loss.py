@@ -59,6 +59,8 @@ def cross_entropy(step: Compute, local: Local) -> Run:
         named = dict(zip(names, args, strict=False)) | kwargs
         x, target, weight = named["input"], named["target"], named.get("weight")
         if divided is not None:
+            if torch.is_autocast_enabled(x.device.type):  # as log_softmax does inside of the op
+                x = x.float()
             losses = divided.losses(x, target, weight, detail)
             total = losses if detail["reduction"] == NONE else losses.sum()
         else:
