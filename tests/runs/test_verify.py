@@ -79,6 +79,47 @@ def test_the_reference_is_equal_to_itself(reference: Reference) -> None:
     assert all(check.holds for check in judged(reference, reference.single("fp32", 0), "fp32"))
 
 
+def test_bf16_holds_one_process_and_not_a_gradient_that_strays(reference: Reference) -> None:
+    single = reference.single("bf16", 0)
+    assert all(check.holds for check in judged(reference, single, "bf16"))
+    far = {key: exact + 100 * (single.gradients[key] - exact) for key, exact in reference.exact.gradients.items()}
+    bad = {check.what for check in judged(reference, replace(single, gradients=far), "bf16") if not check.holds}
+    assert bad == {"gradient", "whole gradient"}
+
+
+BF16 = [
+    ("vgg16-cifar,batch=6,width=64,channels=8,norm=True", "spatial", 2),
+    ("vgg16-cifar,batch=6,width=64,channels=8,norm=True", "data+pipeline --zero 1", 3),
+    ("gpt2,batch=4,layers=2,width=48,heads=6,vocabulary=101,length=16", "fsdp --recompute 2", 2),
+    ("gpt2,batch=4,layers=2,width=48,heads=6,vocabulary=101,length=16", "filter", 2),
+    ("gnmt,batch=4,width=32,vocabulary=101,length=9", "pipeline --schedule interleaved", 2),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "ranks"), BF16)
+def test_plans_run_in_bf16_as_near_as_one_process(model: str, strategy: str, ranks: int) -> None:
+    cell = verify_all.Cell(model, strategy, ranks, "bf16")
+    word, _ = verify_all.outcome(cell, pool(ranks), torch.device("cpu"))
+    assert word == "equal"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--precision", "tf32"], "tf32 is a mode of GPUs"),
+        (["--device", "cuda"], "no GPU" if not torch.cuda.is_available() else "a GPU each"),
+        (["--device", "cpu", "--share-gpu"], "--share-gpu is for ranks on GPUs"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+    ],
+)
+def test_devices_and_precisions_that_are_not_there_are_refused_in_a_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(["verify", "vgg16-cifar,width=8", "--strategy", "data", "--ranks", "64", *options])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and len(lines) == 1 and said in lines[0]
+
+
 @pytest.mark.parametrize("field", ["outputs", "gradients", "first_state", "state"])
 def test_a_small_error_in_one_tensor_is_noticed_and_named(reference: Reference, field: str) -> None:
     tensors: dict[str, Any] = getattr(reference.exact, field)
