@@ -98,4 +98,12 @@ def init_process_group(device: torch.device, **arguments: object) -> None:
     import torch.distributed as dist
 
     bound = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(BACKENDS[device.type], **arguments, **bound)  # type: ignore[arg-type]
+    try:
+        dist.init_process_group(BACKENDS[device.type], **arguments, **bound)  # type: ignore[arg-type]
+    except RuntimeError as error:  # NCCL's
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise InvalidInput(
+            f"another rank of this machine computes on {device} too; call torch.cuda.set_device(LOCAL_RANK) first, start as many "
+            "ranks as there are GPUs, or let ranks share one as docs/gpus.md says"
+        ) from error
