@@ -104,6 +104,6 @@ def init_process_group(device: torch.device, **arguments: object) -> None:
         if "Duplicate GPU" not in str(error):
             raise
         raise InvalidInput(
-            f"another rank of this machine computes on {device} too; call torch.cuda.set_device(LOCAL_RANK) first, start as many "
-            "ranks as there are GPUs, or let ranks share one as docs/gpus.md says"
+            f"another rank of this machine computes on {device} too; call torch.cuda.set_device(LOCAL_RANK) first, "
+            "start as many ranks as there are GPUs, or let ranks share one as docs/gpus.md says"
         ) from error
