@@ -155,6 +155,7 @@ def measure_share(workload: Workload, strategy: str, rank: int, precision: str, 
     """The share of a rank, run."""
     torch.manual_seed(0)
     example = workload.example
+    elsewhere = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # by what was measured before
     with alone(rank, RANKS) as copies, matrix_mode(precision):
         run = Parallel(
             ModuleSource(example.module, example.loss),
@@ -178,7 +179,7 @@ def measure_share(workload: Workload, strategy: str, rank: int, precision: str, 
         _, peak = measured_peak(step, held=lambda: [*parts, *run.runner.kept()], device=device)
     quarter, middle = len(times) // 4, statistics.median(times)
     spread = (times[-1 - quarter] - times[quarter]) / middle
-    return Measured(seconds=middle, host=host, spread=spread, peak=peak, copied=copied)
+    return Measured(seconds=middle, host=host, spread=spread, peak=peak - elsewhere, copied=copied)
 
 
 def step_seconds(step: Callable[[], None], device: torch.device) -> list[float]:
