@@ -7,7 +7,7 @@ DEMO   := build/demo
 MODEL  := vgg16-cifar
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy reproduce picture fuzz golden agree order verify-all faults clean
+.PHONY: gpu help setup demo test check bench accuracy reproduce picture fuzz golden agree order verify-all faults clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -74,6 +74,19 @@ order: setup  ## messages between stages of 10,000 random plans under NCCL's rul
 
 verify-all: setup  ## every model by every strategy on 2, 3 and 4 ranks against one process
 	@$(BIN)/python tests/support/verify_all.py
+
+gpu: setup  ## what is tried on a machine with a GPU: ops, plans, bf16, training, foreign networks, waits, shares (about half an hour)
+	@mkdir -p build
+	$(BIN)/python benchmarks/gpu_matrix.py
+	$(BIN)/python benchmarks/gpu_matrix.py --mode bf16 --every 10
+	$(BIN)/python benchmarks/gpu_matrix.py --mode channels_last --every 10
+	$(BIN)/python tests/support/verify_all.py --device cuda
+	$(BIN)/python tests/support/verify_all.py --device cuda --precision bf16 --every 3
+	$(BIN)/python benchmarks/gpu_single.py
+	$(BIN)/python benchmarks/gpu_training.py
+	$(BIN)/python benchmarks/gpu_foreign.py
+	$(BIN)/python benchmarks/gpu_syncs.py
+	$(BIN)/python benchmarks/gpu_shares.py
 
 faults: setup  ## ranks, parents and torchrun killed, stopped, terminated and interrupted, sixty times (about a quarter of an hour)
 	@$(BIN)/python tests/support/faults.py
