@@ -70,7 +70,6 @@ def save_data(example: Example, path: Path, examples: Mapping[str, list[Tensor]]
 def runner(task: ComparisonRun, state: Mapping[str, Tensor], randomness: Randomness) -> Runner:
     """This rank's share of a task, with the whole state at hand."""
     dtypes, device = PRECISIONS[task.precision], own_device(task.device)
-    set_matrix_mode(task.precision)
     source = StateSource(state)
 
     def load(world: World) -> FullTensor:
@@ -88,6 +87,7 @@ def runner(task: ComparisonRun, state: Mapping[str, Tensor], randomness: Randomn
 
 def execute_run(task: ComparisonRun) -> dict[str, Any]:
     """Run a task on this rank; rank 0 writes the result. The answer holds small facts only."""
+    set_matrix_mode(task.precision)  # here, not in `run_steps`, which also runs in a user's own process
     data = torch.load(task.data, mmap=True, weights_only=True)
     trial = run_steps(task, data["state"], data["inputs"])
     if task.result and (not dist.is_initialized() or dist.get_rank() == 0):
