@@ -119,7 +119,7 @@ class _Tail:
             state = self.samples.states[name]
             number = self._number(name)
             if number is not None:
-                self.shares[name] = self.writer.scale(self.graph.producer.get(number), number, 1 / self.microbatches)
+                self.shares[name] = self.writer.scale(self.graph.producer.get(name), number, 1 / self.microbatches)
             elif self.samples.sized(name) or name not in self.graph.producer:
                 assert isinstance(state, Mixed)
                 raise _refused(state.why)
