@@ -9,57 +9,18 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fourfold import api
+
 if TYPE_CHECKING:
-    from fourfold.api.calibration import calibrate
-    from fourfold.api.catalog import clusters, inspect, models
-    from fourfold.api.explanation import explain
-    from fourfold.api.page import report
-    from fourfold.api.planning import plan
-    from fourfold.api.running import train, verify
-    from fourfold.api.scaling import simulate
-    from fourfold.cluster import Cluster
-    from fourfold.errors import CaptureFailed, Damaged, Error, Infeasible, InvalidInput, Notice, StalePlan, WorkerFailed
-    from fourfold.plans import Mesh, Options, Plan, load_plan, save_plan
-    from fourfold.runs.parallel import Parallel, parallelize
-    from fourfold.workload.workload import Workload
+    from fourfold.api import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = [
-    "CaptureFailed",
-    "Cluster",
-    "Damaged",
-    "Error",
-    "Infeasible",
-    "InvalidInput",
-    "Mesh",
-    "Notice",
-    "Options",
-    "Parallel",
-    "Plan",
-    "StalePlan",
-    "WorkerFailed",
-    "Workload",
-    "calibrate",
-    "clusters",
-    "explain",
-    "inspect",
-    "load_plan",
-    "models",
-    "parallelize",
-    "plan",
-    "report",
-    "save_plan",
-    "simulate",
-    "train",
-    "verify",
-]
+__all__ = list(api.__all__)
 
 
 def __getattr__(name: str) -> Any:
     """Public names are loaded on first use, so that `import fourfold` leaves torch alone."""
     if name in __all__:
-        from fourfold import api
-
         return getattr(api, name)
     raise AttributeError(f"module 'fourfold' has no attribute '{name}'")
 

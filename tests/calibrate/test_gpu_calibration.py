@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fourfold.api import calibration as api_calibration
+from fourfold.api import prepared_run
 from fourfold.api import running as api_running
 from fourfold.calibrate import gpu_machine, gpu_prices, measured_prices
 from fourfold.calibrate.calibration import Progress, requests
@@ -150,7 +151,7 @@ SMALL = "vgg16-cifar,batch=4,width=32,channels=2"
 
 
 def test_what_calibrate_writes_of_gpus_is_what_verify_and_train_predict_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (api_calibration, api_running):
+    for module in (api_calibration, prepared_run):
         monkeypatch.setattr(module, "rank_pool", lambda count, **options: Pretended())
     monkeypatch.setattr(api_calibration, "GPU_EFFORT", QUICK)
     said: list[str] = []

@@ -527,6 +527,20 @@ def test_batch_norm_without_values_to_norm_is_refused() -> None:
         microbatch_loss(graph, BATCH, 4)
 
 
+def test_a_size_of_the_batch_that_is_written_to_a_buffer_too_reaches_the_loss_whole() -> None:
+    class Sized(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("size", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weights.sum() * x.shape[0]
+            self.size.copy_(weight)
+            return super().forward(x).square().mean() + weight
+
+    assert_adds_up(Sized(), [rows()], lambda output: output)
+
+
 class Counter(Classifier):
     def __init__(self) -> None:
         super().__init__()

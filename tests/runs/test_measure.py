@@ -10,7 +10,6 @@ from torch import Tensor
 from fourfold.plans import Options
 from fourfold.runs.comparison_run import ComparisonRun, runner
 from fourfold.runs.measure import measure
-from fourfold.runs.measured_memory import held_bytes
 from fourfold.runs.train import History, train
 from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.execution.recompute import recomputed
@@ -38,7 +37,7 @@ def peak(seen: Workload, **options: int) -> int:
 
 
 def test_the_peak_holds_weights_and_gradients_and_falls_with_micro_batches(small: Workload) -> None:
-    weights = held_bytes(t.detach() for t in small.example.module.parameters())
+    weights = sum(p.nbytes for p in small.example.module.parameters())
     whole, pieces = peak(small), peak(small, microbatches=4)
     assert whole > pieces > 2 * weights
 
@@ -85,7 +84,7 @@ def run(seen: Workload, strategy: str, ranks: int, **options: object) -> History
 
 def test_shared_rows_count_on_the_rank_they_belong_to(small: Workload) -> None:
     """Data parallelism on one host: weights, momentum, gradients as backward makes them and as the ranks sum them."""
-    weights = held_bytes(t.detach() for t in small.example.module.parameters())
+    weights = sum(p.nbytes for p in small.example.module.parameters())
     history = run(small, "data", 2)
     assert history.waiting == ()
     assert all(4 * weights < peak < 8 * weights for peak in history.peaks)

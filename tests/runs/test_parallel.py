@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,92 @@ def test_a_model_built_on_meta_is_initialised_alike_under_every_plan() -> None:
         for got in pool(ranks)(from_meta, strategy, ranks):
             for key, value in want.items():
                 torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10)
+
+
+class ScaledLoss(nn.Module):
+    """Cross entropy of scaled and shifted outputs: the scale is trained, the shift is a buffer."""
+
+    shift: Tensor
+
+    def __init__(self, scale: float = 1.0, shift: float = 0.5) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((5,), scale, dtype=torch.float64))
+        self.register_buffer("shift", torch.full((5,), shift, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs * self.scale - (outputs - self.shift).square(), targets)
+
+
+def sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=1e-2)
+
+
+def plan_with_loss(strategy: str, zero: int) -> Any:
+    x, y = (t.to("meta") for t in sample())
+    with torch.device("meta"):
+        loss = ScaledLoss()
+    options = ff.Options(zero=zero, microbatches=1)  # as one process: batch norm sees the whole batch
+    plan = ff.plan(build("meta"), (x,), targets=(y,), loss=loss, strategy=strategy, devices=2, options=options).best
+    return replace(plan, stages=(*plan.stages[:1], *(replace(stage, first="hidden.linear") for stage in plan.stages[1:])))
+
+
+def continue_in_another_run(strategy: str, zero: int) -> dict[str, Any]:
+    """Two steps of one run; its state loaded into another with other values in its loss, and a third step there."""
+    plan = plan_with_loss(strategy, zero)
+    run = ff.parallelize(build(), plan, loss=ScaledLoss(), optimizer=sgd)
+    losses = [float(run.step(*sample(step))) for step in range(2)]
+    other = ff.parallelize(build(), plan, loss=ScaledLoss(scale=3.0, shift=7.0), optimizer=sgd)
+    other.load_state_dict(run.state_dict())
+    other.load_loss_state_dict(run.loss_state_dict())
+    evaluated = float(other.evaluate(*sample(9))[0])
+    losses.append(float(other.step(*sample(2))))
+    held = sum(p.numel() for name, p in other.module.named_parameters() if name == "loss.scale")
+    return {"losses": losses, "eval": evaluated, "held": held, "saved": run.loss_state_dict(), "state": other.loss_state_dict()}
+
+
+def continued_reference() -> dict[str, Any]:
+    model, loss = build(), ScaledLoss()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=1e-2)
+    losses, saved, evaluated = [], {}, 0.0
+    for step in range(3):
+        if step == 2:
+            saved = {name: t.clone() for name, t in loss.state_dict().items()}
+            model.eval()
+            x, y = sample(9)
+            evaluated = loss(model(x), y).item()
+            model.train()
+        optimizer.zero_grad()
+        x, y = sample(step)
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return {"losses": losses, "eval": evaluated, "saved": saved, "state": loss.state_dict()}
+
+
+@pytest.mark.parametrize(("strategy", "zero", "held"), [("data", 0, [5, 5]), ("data", 3, [3, 2]), ("pipeline", 0, [0, 5])])
+def test_the_state_of_a_loss_is_loaded_into_the_ranks_that_hold_it(strategy: str, zero: int, held: list[int]) -> None:
+    want = continued_reference()
+    found = pool(2)(continue_in_another_run, strategy, zero)
+    assert [got["held"] for got in found] == held
+    for got in found:
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+        assert got["eval"] == pytest.approx(want["eval"], rel=1e-9)
+        for part in ("saved", "state"):
+            assert list(got[part]) == ["scale", "shift"]
+            for key, value in want[part].items():
+                torch.testing.assert_close(got[part][key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_the_state_of_a_loss_that_lacks_a_key_or_has_another_shape_is_refused() -> None:
+    x, y = sample()
+    loss = ScaledLoss()
+    plan = ff.plan(build(), (x,), targets=(y,), loss=loss, strategy="data", devices=1).best
+    run = ff.parallelize(build(), plan, loss=loss)
+    with pytest.raises(InvalidInput, match=r"lacks 1 keys, the first is 'loss\.scale'"):
+        run.load_loss_state_dict({"shift": torch.zeros(5)})
+    with pytest.raises(InvalidInput, match=r"'loss\.scale' has shape \(4,\), the model's is \(5,\)"):
+        run.load_loss_state_dict({"shift": torch.zeros(5), "scale": torch.zeros(4)})
 
 
 class Coupled(torch.optim.SGD):

@@ -41,11 +41,6 @@ MARK = "fourfold: measured step"
 Block = tuple[int, int, int]  # time in ns, address, bytes: positive where allocated, negative where freed
 
 
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages under tensors and their gradients."""
-    return sum(_storages(tensors).values())
-
-
 def measured_peak(
     run: Callable[[], T],
     *,

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.errors import Infeasible
-from fourfold.graph import Graph, Op, Ref, TensorSpec
+from fourfold.graph import Graph, Op, Ref
 from fourfold.graph.spec import map_leaves, with_batch
 from fourfold.ops.loss import MEAN, SUM
 from fourfold.ops.nest import Nest, nest_of
-from fourfold.plans.lowering.loss_counts import Counts, used
+from fourfold.plans.lowering.loss_counts import Counts
+from fourfold.plans.lowering.loss_writer import LossWriter
 from fourfold.plans.lowering.sample_dims import Mixed, Samples, Spread, ancestors, kind_of
 
 _ADDITIVE = (
@@ -90,7 +91,7 @@ def _microbatched(graph: Graph, batch: int, microbatches: int) -> MicroLoss:
     tail = _Tail(graph, batch, microbatches)
     loss = tail.share(graph.loss)
     notes = _notes(tail.samples, graph, batch // microbatches)
-    return tail.finished(loss, notes)
+    return tail.micro_loss(loss, notes)
 
 
 def _refused(why: str) -> Infeasible:
@@ -100,26 +101,17 @@ def _refused(why: str) -> Infeasible:
 class _Tail:
     """Rewrites the tail of a loss, from the loss back to the terms."""
 
-    def __init__(self, graph: Graph, batch: int, microbatches: int) -> None:
+    def __init__(self, graph: Graph, batch: int, microbatches: int, writer: LossWriter | None = None) -> None:
         self.graph, self.batch, self.microbatches = graph, batch, microbatches
         self.concrete, self.samples = graph.at(batch), Samples(graph)
-        self.values: dict[str, TensorSpec] = dict(graph.values)
-        self.new: dict[str, list[Op]] = {}  # by the op they stand for
         self.shares: dict[str, str] = {}
         self.numbers: dict[str, str] = {}
-        self.fixed: dict[str, float] = {}
-        self.counted: dict[str, str] = {}
-        self.emitted: list[Op] = []
         self.counts = Counts(graph)
         self.at = {op.name: op for op in self.concrete.ops}
         self.probed = {op.name: op for op in self.samples.probe.ops}
-        self.kept = self._kept()
-
-    def _kept(self) -> set[str]:
-        """Values that stay as they were, for outputs and buffers; what mixes samples cannot be an output any more."""
-        states = self.samples.states
-        self.outputs = tuple(n for n in self.graph.outputs if not isinstance(states.get(n), Mixed))
-        return ancestors(self.graph, [*self.outputs, *(value for _, value in self.graph.writes)])
+        # What mixes samples cannot be an output any more.
+        self.outputs = tuple(n for n in graph.outputs if not isinstance(self.samples.states.get(n), Mixed))
+        self.writer = writer or LossWriter(graph, ancestors(graph, [*self.outputs, *(value for _, value in graph.writes)]))
 
     def share(self, name: str) -> str:
         """The new value that adds up, over micro-batches, to the named one over the batch."""
@@ -127,7 +119,7 @@ class _Tail:
             state = self.samples.states[name]
             number = self._number(name)
             if number is not None:
-                self.shares[name] = self._shrunk(number)
+                self.shares[name] = self.writer.scale(self.graph.producer.get(name), number, 1 / self.microbatches)
             elif self.samples.sized(name) or name not in self.graph.producer:
                 assert isinstance(state, Mixed)
                 raise _refused(state.why)
@@ -147,14 +139,14 @@ class _Tail:
             if None in named.values():
                 return None
             args, kwargs = (with_batch(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
-            self.numbers[name] = self._emit(op, replace(op, args=args, kwargs=kwargs))
+            self.numbers[name] = self.writer.replace(op, replace(op, args=args, kwargs=kwargs))
         return self.numbers[name]
 
     def _rewritten(self, op: Op, name: str) -> str:
         states = [self.samples.states[n] for n in op.operands]
         if any(isinstance(state, Spread) for state in states):
             return self._term(op)
-        if len(op.results) == 1 and self.values[name].is_float and kind_of(op) in _ADDITIVE:
+        if len(op.results) == 1 and self.graph.values[name].is_float and kind_of(op) in _ADDITIVE:
             return self._added(op)
         if len(op.results) == 1 and kind_of(op) in _SCALING and not op.kwargs.get("rounding_mode"):
             return self._multiplied(op)
@@ -172,7 +164,7 @@ class _Tail:
         args, kwargs = (with_batch(_renamed(literal, named), self.batch) for literal in (op.args, op.kwargs))
         if kind_of(op) in ("add", "sub", "rsub"):
             args = tuple(a / self.microbatches if isinstance(a, (int, float)) and i < 2 else a for i, a in enumerate(args))
-        return self._emit(op, replace(op, args=args, kwargs=kwargs))
+        return self.writer.replace(op, replace(op, args=args, kwargs=kwargs))
 
     def _multiplied(self, op: Op) -> str:
         """A product or quotient: the one factor that is a sum over the batch gives its share."""
@@ -184,7 +176,7 @@ class _Tail:
         if len(sums) != 1 or (kind_of(op) == "div" and first != sums[0]):
             raise self._not_linear(op)
         args = with_batch(_renamed(op.args, {**numbers, sums[0]: self.share(sums[0])}), self.batch)
-        return self._emit(op, replace(op, args=args))
+        return self.writer.replace(op, replace(op, args=args))
 
     def _term(self, op: Op) -> str:
         """A reduction over the batch, as a sum."""
@@ -197,24 +189,25 @@ class _Tail:
         if found[0].kind == "sum" and kind == "mean":
             overload = "default" if op.target == "aten.mean.default" else "dim_IntList"
             total = replace(op, target=f"aten.sum.{overload}")
-            return self._scaled(op, self._emit(op, total), 1 / nest.detail["count"])
+            return self.writer.scale(op, self.writer.replace(op, total), 1 / nest.detail["count"])
         if found[0].kind == "sum" and kind in _SUMMING:
-            return self._emit(op, op)
+            return self.writer.replace(op, op)
         if found[0].kind == "sum" and nest.kernel in ("elementwise_loss", "cross_entropy"):
             return self._loss(op, nest)
         raise _refused(f"{op.path} mixes samples")
 
     def _loss(self, op: Op, nest: Nest) -> str:
         if nest.detail["reduction"] == SUM:
-            return self._emit(op, op)
+            return self.writer.replace(op, op)
         assert nest.detail["reduction"] == MEAN
         if nest.kernel == "elementwise_loss":
-            return self._scaled(op, self._emit(op, _summed(op, nest.detail["position"])), 1 / nest.detail["count"])
-        total = self._emit(op, _summed(op, 3))
+            total = self.writer.replace(op, _summed(op, nest.detail["position"]))
+            return self.writer.scale(op, total, 1 / nest.detail["count"])
+        total = self.writer.replace(op, _summed(op, 3))
         if nest.detail["soft"]:
             x = self.concrete.values[op.operands[0]].shape
-            return self._scaled(op, total, x[1] / math.prod(x))
-        return self._scaled(op, total, self._count(op, nest))
+            return self.writer.scale(op, total, x[1] / math.prod(x))
+        return self.writer.scale(op, total, self._count(op, nest))
 
     def _count(self, op: Op, nest: Nest) -> str:
         if not self.counts.known(op.operands[1:]):
@@ -223,94 +216,27 @@ class _Tail:
 
     def _divided(self, op: Op, above: str, below: str) -> str:
         """A sum over the batch divided by another that follows from the data alone: the sum of a mask, say."""
-        scalar = self.values[below].shape == () and self.values[above].is_float
+        scalar = self.graph.values[below].shape == () and self.graph.values[above].is_float
         if not scalar or not self.counts.known([below]):
             raise self._not_linear(op)
-        inner = _Tail(self.graph, self.batch, self.microbatches)
-        inner.values, inner.kept = self.values, set(self.graph.values)
+        inner = _Tail(self.graph, self.batch, self.microbatches, LossWriter(self.graph, self.graph.values, self.writer.values))
         count = inner.share(below)
-        if inner.counted:
+        if inner.writer.counted:
             raise self._not_linear(op)
-        self.counts.add(inner.emitted, self.values, inner.fixed)
-        return self._scaled(op, self.share(above), count)
+        self.counts.add(inner.writer.ops, self.writer.values, inner.writer.fixed)
+        return self.writer.scale(op, self.share(above), count)
 
-    def _emit(self, op: Op, instead: Op) -> str:
-        """Put an op where another stood, under its name unless the other stays too; the name of its result."""
-        if set(op.results) & self.kept:
-            name = self._fresh(f"{op.name}_share")
-            self.values[name] = self.values[op.results[0]]
-            instead = replace(instead, name=name, results=(name,))
-        self._put(op.name, instead)
-        return instead.results[0]
-
-    def _put(self, at: str, op: Op) -> None:
-        self.new.setdefault(at, []).append(op)
-        self.emitted.append(op)
-
-    def _scaled(self, op: Op, value: str, scale: float | str) -> str:
-        """The value times a scale that is fed: a number, or one over a count."""
-        name = self._product(op.name, op.module, value)
-        if isinstance(scale, str):
-            self.counted[name] = scale
-        else:
-            self.fixed[name] = scale
-        return self.new[op.name][-1].results[0]
-
-    def _shrunk(self, value: str) -> str:
-        """A value that every micro-batch has whole, over their number."""
-        op = self.graph.producer.get(value)
-        at, module = (op.name, op.module) if op is not None else ("", "")
-        self.fixed[self._product(at, module, value)] = 1 / self.microbatches
-        return self.new[at][-1].results[0]
-
-    def _product(self, at: str, module: str, value: str) -> str:
-        """Put the product with a new scalar input behind an op (or first of all); the name of the scalar."""
-        spec = self.values[value]
-        spec = spec if spec.is_float else TensorSpec(spec.shape, "float32")
-        scale, result = self._fresh(f"{value}_scale"), self._fresh(f"{value}_scaled")
-        self.values[scale], self.values[result] = TensorSpec((), spec.dtype), spec
-        product = Op(
-            name=result,
-            target="aten.mul.Tensor",
-            args=(Ref(value), Ref(scale)),
-            kwargs={},
-            results=(result,),
-            module=module,
-            pointwise=True,
-        )
-        self._put(at, product)
-        return scale
-
-    def _fresh(self, name: str) -> str:
-        taken = {*self.values, *(op.name for op in self.graph.ops)}
-        while name in taken:
-            name += "_"
-        return name
-
-    def finished(self, loss: str, notes: tuple[str, ...]) -> MicroLoss:
-        scales = (*self.fixed, *self.counted)
-        ops = list(self.new.get("", ()))
-        for op in self.graph.ops:
-            new = self.new.get(op.name, [])
-            ops += new if any(other.name == op.name for other in new) else [op, *new]
-        writes = [value for _, value in self.graph.writes]
-        graph = replace(
-            self.graph,
-            values=self.values,
-            targets=(*self.graph.targets, *scales),
-            ops=used(ops, [loss, *self.outputs, *writes]),
-            loss=loss,
-            outputs=self.outputs,
-        )
+    def micro_loss(self, loss: str, notes: tuple[str, ...]) -> MicroLoss:
+        """The rewritten graph, whose loss is this value."""
         dropped = [n for n in self.graph.outputs if n not in self.outputs]
         if dropped:
             notes = (*notes, f"outputs that mix samples are not given under micro-batches: {', '.join(dropped)}")
         return MicroLoss(
-            graph=graph,
-            scales=scales,
-            fixed=self.fixed,
-            counts=self.counts.finished(self.counted.values()),
-            counted=self.counted,
+            graph=self.writer.rewritten(loss, self.outputs),
+            scales=self.writer.scales,
+            fixed=self.writer.fixed,
+            counts=self.counts.finished(self.writer.counted.values()),
+            counted=self.writer.counted,
             notes=notes,
         )
 

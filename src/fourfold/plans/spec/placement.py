@@ -42,9 +42,9 @@ class Placement:
         return self._hash
 
     @staticmethod
-    def one_host(ranks: int) -> Placement:
-        """Processes on the processors of one host."""
-        return Placement(hosts=(0,) * ranks, devices=("cpu",) * ranks)
+    def one_host(ranks: int, device: str = "cpu") -> Placement:
+        """Processes on one host, with devices of one kind."""
+        return Placement(hosts=(0,) * ranks, devices=(device,) * ranks)
 
     @staticmethod
     def separate_hosts(ranks: int) -> Placement:

@@ -225,7 +225,7 @@ def running_placement(device: torch.device, ranks: int) -> Placement:
     """Where the processes run, and how much memory those of a host can share now; all must call, unless one rank is alone."""
     kind = "cpu" if device.type == "cpu" else "gpu"
     if ranks == 1:
-        return Placement(hosts=(0,), devices=(kind,))
+        return Placement.one_host(1, kind)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (shareable_host(), kind, free_bytes()))
     hosts, devices, rooms = zip(*found, strict=True)
