@@ -124,6 +124,6 @@ def train(
             seed=seed,
             data=data,
             allow_nan=allow_nan,
-            told=on_step,
+            on_step=on_step,
         )
     return TrainResult(plan=run.plan, history=history, prediction=run.prediction)

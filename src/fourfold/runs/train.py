@@ -91,9 +91,9 @@ def train(
     seed: int = 0,
     data: str = SYNTHETIC,
     allow_nan: bool = False,
-    told: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
+    on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
 ) -> History:
-    """Run the steps; `told` hears of each as it ends: its number from 1, its loss, its seconds. A loss that is NaN or infinite
+    """Run the steps; `on_step` is called as each ends: its number from 1, its loss, its seconds. A loss that is NaN or infinite
     ends the run, unless that is allowed."""
     device = ranks.devices.kind
     lowered_for(workload.graph, plan, precision=precision, device=device)  # what cannot run is refused before the ranks begin
@@ -105,7 +105,7 @@ def train(
         answers = ranks(one_step, step)
         losses.append(answers[0][0])
         seconds.append(max(spent for _, spent in answers))
-        told(step + 1, losses[-1], seconds[-1])
+        on_step(step + 1, losses[-1], seconds[-1])
         if not math.isfinite(losses[-1]) and not allow_nan:
             break
     accuracy = ranks(held_out_accuracy)[0]
