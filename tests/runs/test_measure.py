@@ -33,7 +33,7 @@ def peak(seen: Workload, **options: int) -> int:
     state = {key: tensor.detach() for key, tensor in stored_tensors(seen.example).items()}
     running = runner(ComparisonRun(graph=seen.graph, plan=plan, data="", precision="fp32"), state, Randomness())
     feeds = dict(zip((*seen.graph.inputs, *seen.graph.targets), seen.example.tensors, strict=True))
-    optimizer = optimizer_named("sgd")([tensor for _, tensor in running.named()])
+    optimizer = optimizer_named("sgd")([tensor for _, tensor in running.named_parameters()])
     return measure(running, optimizer, feeds).peak_bytes
 
 

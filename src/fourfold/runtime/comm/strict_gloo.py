@@ -46,7 +46,7 @@ class StrictGloo:
         return [self.queues[boundary].add(pieces)] * len(pieces)
 
 
-class _Done:
+class _CallWork:
     """The work of a grouped call."""
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class _Queue:
 
     def __init__(self, boundary: Boundary, group: Any) -> None:
         self.boundary, self.group, self.rank = boundary, group, dist.get_rank()
-        self.calls: SimpleQueue[tuple[Sequence[Piece], _Done] | None] = SimpleQueue()
+        self.calls: SimpleQueue[tuple[Sequence[Piece], _CallWork] | None] = SimpleQueue()
         self.pairs = ThreadPoolExecutor(2 * dist.get_world_size(group), thread_name_prefix=f"messages {boundary}")
         self.thread = threading.Thread(target=self._serve, name=f"messages {boundary}", daemon=True)
         self.thread.start()
 
-    def add(self, pieces: Sequence[Piece]) -> _Done:
-        done = _Done()
+    def add(self, pieces: Sequence[Piece]) -> _CallWork:
+        done = _CallWork()
         self.calls.put((pieces, done))
         return done
 
@@ -96,14 +96,14 @@ class _Queue:
     def _execute(self, pieces: Sequence[Piece]) -> None:
         by_pair: dict[tuple[int, bool], list[Piece]] = {}
         for piece in pieces:
-            by_pair.setdefault((piece.peer, piece.sends), []).append(piece)
-        running = [self.pairs.submit(self._pass, some) for some in by_pair.values()]
+            by_pair.setdefault((piece.peer, piece.is_send), []).append(piece)
+        running = [self.pairs.submit(self._exchange, some) for some in by_pair.values()]
         for each in running:
             each.result()
 
-    def _pass(self, pieces: Sequence[Piece]) -> None:
+    def _exchange(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            (self._send if piece.sends else self._receive)(piece)
+            (self._send if piece.is_send else self._receive)(piece)
 
     def _send(self, piece: Piece) -> None:
         answer = torch.zeros(1, dtype=torch.uint8)
@@ -119,10 +119,10 @@ class _Queue:
         header, expected = torch.zeros(HEADER_BYTES, dtype=torch.uint8), _header(piece)
         dist.recv(header, piece.peer, self.group, HEADER)
         same = torch.equal(header, expected)
-        answered = dist.isend(torch.tensor([same], dtype=torch.uint8), piece.peer, self.group, ANSWER)
+        answer = dist.isend(torch.tensor([same], dtype=torch.uint8), piece.peer, self.group, ANSWER)
         if same:
             dist.recv(piece.tensor, piece.peer, self.group, TENSOR)
-        answered.wait()  # type: ignore[union-attr]
+        answer.wait()  # type: ignore[union-attr]
         if not same:
             raise WorkerFailed(
                 f"rank {self.rank} expects {_text(expected)} on {self.boundary}; rank {piece.peer} sends {_text(header)}"
