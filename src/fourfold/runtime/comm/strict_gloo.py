@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,10 +61,11 @@ class _CallWork:
 class _Queue:
     """The calls of one communicator, executed by one thread."""
 
-    def __init__(self, boundary: Boundary, group: Any) -> None:
-        self.boundary, self.group, self.rank = boundary, group, dist.get_rank()
+    def __init__(self, boundary: Boundary, communicator: Communicator) -> None:
+        self.communicator = communicator  # kept alive, since `_queues` knows it by its id
+        self.boundary, self.group, self.rank = boundary, communicator.group, dist.get_rank()
         self.calls: SimpleQueue[tuple[Sequence[Piece], _CallWork] | None] = SimpleQueue()
-        self.pairs = ThreadPoolExecutor(2 * dist.get_world_size(group), thread_name_prefix=f"messages {boundary}")
+        self.pairs = ThreadPoolExecutor(2 * dist.get_world_size(self.group), thread_name_prefix=f"messages {boundary}")
         self.thread = threading.Thread(target=self._serve, name=f"messages {boundary}", daemon=True)
         self.thread.start()
 
@@ -139,14 +139,14 @@ def _text(header: Tensor) -> str:
 
 
 _queues: dict[int, _Queue] = {}
-"""By communicator; those live until `leave`, and so do these."""
+"""By the id of the communicator."""
 
 
 def _queue(boundary: Boundary, communicator: Communicator) -> _Queue:
     """The queue of a communicator, the same each time."""
     key = id(communicator)
     if key not in _queues:
-        _queues[key] = _Queue(boundary, communicator.group)
+        _queues[key] = _Queue(boundary, communicator)
     return _queues[key]
 
 
