@@ -13,7 +13,7 @@ from fourfold.runs.measure import measure
 from fourfold.runs.measured_memory import held_bytes
 from fourfold.runs.train import History, train
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.recompute import recomputed
+from fourfold.runtime.execution.recompute import run_without_saving
 from fourfold.runtime.kernels import Randomness
 from fourfold.timeline import Event, Timeline
 from fourfold.workload.workload import Workload, load_workload, stored_tensors
@@ -71,7 +71,7 @@ def test_a_recomputed_segment_is_forgotten_after_its_backward() -> None:
         made.append(weakref.ref(inner))
         return [inner.sin()]
 
-    (result,) = recomputed(body)
+    (result,) = run_without_saving(body)
     result.sum().backward()
     del result
     assert len(made) == 2

@@ -157,7 +157,7 @@ def _all_gather(step: ExchangeStep, world: World, name: str) -> Launcher:
 
         def finish() -> Tensor:
             work.wait()
-            out = parts.movedim(0, step.dim).reshape(shape)  # one copy, none where the parts lie one after the other
+            out = parts.movedim(0, step.dim).reshape(shape)  # one copy; none where the parts are adjacent
             return out.bool() if bools else out
 
         return finish

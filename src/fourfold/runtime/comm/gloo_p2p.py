@@ -57,7 +57,7 @@ def reduce_scatter(out: Tensor, rows: Tensor, group: Any, *, direct: bool) -> No
         reduce_scatter_single(out.view(-1), rows.reshape(-1), group=group)
         return
     me, count = dist.get_rank(group), dist.get_world_size(group)
-    rows = rows.reshape(count, -1).contiguous()  # a view's rows may lie apart
+    rows = rows.reshape(count, -1).contiguous()  # a view's rows may not be adjacent
     received_rows = [rows[k] if k == me else rows.new_empty(rows.shape[1]) for k in range(count)]
     PointToPointWork(_others(received_rows, me), _others(rows, me), group).wait()
     total = out.view(-1).copy_(received_rows[0])

@@ -1,7 +1,7 @@
 """Sends and receives between the ranks of two stages: the messages of `plans.lists.stage_transfer` on real tensors.
 
 A send does not block. A receive is posted, and waited for when its tensor is needed; a message moves once both ends are
-there, so a receive posted early is one that hides behind compute. What a rank sends to itself is handed over without a message.
+there, so a receive posted early is one that hides behind compute. What a rank sends to itself takes no message.
 How messages travel is up to a `Transport`.
 """
 
@@ -39,11 +39,11 @@ class PendingSends:
     def note(self, kind: str, ranks: tuple[int, int], tensor: Tensor, value: str) -> None:
         self.journal.note(kind, path="collective", ranks=ranks, size=tensor.nbytes, name=value)
 
-    def release_until(self, done: Consumer) -> None:
+    def release_until(self, last: Consumer) -> None:
         """Release the sends to actions up to one that has received: its peer has then received all of them."""
         kept = []
         for work, buffer, consumer in self.works:
-            if consumer is not None and consumer.place == done.place and consumer.position <= done.position:
+            if consumer is not None and consumer.place == last.place and consumer.position <= last.position:
                 work.wait()
             else:
                 kept.append((work, buffer, consumer))
@@ -98,9 +98,9 @@ class StageChannel:
         name = f"{self.value} (message {tag})"
         return PendingReceive(self, tag, [Piece(peer, False, b, tag, name) for peer, b in zip(peers, buffers, strict=True)])
 
-    def assemble(self, received: dict[int, Tensor], tag: int) -> Tensor:
+    def assemble(self, parts: dict[int, Tensor], tag: int) -> Tensor:
         """The tensor from the parts of other ranks, and this one's."""
-        pieces = [self._piece(t, received, tag) for t in self.incoming]
+        pieces = [self._piece(t, parts, tag) for t in self.incoming]
         if len(pieces) == 1 and self.incoming[0].shape == self.shape:
             return pieces[0].to(self.dtype)
         out = torch.zeros(self.shape, dtype=self.wire_dtype, device=self.device)
@@ -108,9 +108,9 @@ class StageChannel:
             put(out, t.spans, piece, add=False)
         return out.to(self.dtype)
 
-    def _piece(self, transfer: Transfer, received: dict[int, Tensor], tag: int) -> Tensor:
+    def _piece(self, transfer: Transfer, parts: dict[int, Tensor], tag: int) -> Tensor:
         if transfer.peer != self.rank:
-            return received[transfer.peer]
+            return parts[transfer.peer]
         (piece,) = self.pending_sends.sent_to_self.pop(tag)
         return piece
 

@@ -52,19 +52,19 @@ class _Segment:
     def __init__(self, body: Body) -> None:
         self.body, self.count = body, 0
         self.saved: dict[int, Tensor] = {}
-        self.filled = False
+        self.has_rerun = False
 
     def pack(self, tensor: Tensor) -> int:
         self.count += 1
         return self.count - 1
 
     def unpack(self, number: int) -> Tensor:
-        assert self.filled, "backward reached a segment without its results' gradients"
+        assert self.has_rerun, "backward reached a segment without its results' gradients"
         return self.saved.pop(number)  # an op's backward unpacks it once
 
     def refill(self) -> None:
         """Run the segment again and keep what it saves."""
-        self.filled = True
+        self.has_rerun = True
         with torch.enable_grad(), saved_tensors_hooks(self._store, _refuse_unpack):
             self.body(True)
         assert len(self.saved) == self.count, f"a segment saved {self.count} tensors first and {len(self.saved)} now"

@@ -77,21 +77,21 @@ def attention(step: Compute, local: RankContext) -> Run:
         bias = mask[0] if mask_given else visible
         if pick is not None:
             k, v = k.index_select(1, pick), v.index_select(1, pick)
-        shared = q.shape[1] != k.shape[1]
+        enable_gqa = q.shape[1] != k.shape[1]
         if detail["dropout"]:
-            return _drop_attention(q, k, v, bias, step, local, shared)
+            return _drop_attention(q, k, v, bias, step, local, enable_gqa)
         return F.scaled_dot_product_attention(
-            q, k, v, bias, is_causal=causal and bias is None, scale=detail["scale"], enable_gqa=shared
+            q, k, v, bias, is_causal=causal and bias is None, scale=detail["scale"], enable_gqa=enable_gqa
         )
 
     return run
 
 
 def _drop_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: RankContext, shared: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: RankContext, enable_gqa: bool
 ) -> Tensor:
     """Attention written out, because its dropout mask is drawn by `drop`."""
-    if shared:
+    if enable_gqa:
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     scale = step.nest.detail["scale"] or 1 / math.sqrt(q.shape[-1])

@@ -153,9 +153,9 @@ class _Normalize(torch.autograd.Function):
     """``(x - mean) / std`` (or ``x / rms``) over all dims from `first` on and over ranks, without the affine part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, centred: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, subtract_mean: bool) -> Tensor:
         dims, kept = list(range(first, x.dim())), [*x.shape[:first], *(1,) * (x.dim() - first)]
-        if centred:
+        if subtract_mean:
             mean, variance = (t.view(kept) for t in _moments(_rows(x, first), shares))
         else:
             variance = shares.all_reduce(x.to(_statistics_dtype(x.dtype)).square().sum(dims, keepdim=True)) / shares.total
@@ -163,7 +163,7 @@ class _Normalize(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         y = ((x - mean) * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
-        ctx.dims, ctx.shares, ctx.centred = dims, shares, centred
+        ctx.dims, ctx.shares, ctx.subtract_mean = dims, shares, subtract_mean
         return y
 
     @staticmethod
@@ -174,7 +174,7 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([g.sum(ctx.dims, keepdim=True, dtype=wide), (g * y).sum(ctx.dims, keepdim=True, dtype=wide)])
         sums = ctx.shares.all_reduce(sums) / ctx.shares.total
         dx = g - y * sums[1]
-        if ctx.centred:
+        if ctx.subtract_mean:
             dx = dx - sums[0]
         return (dx * scale).to(y.dtype), None, None, None, None
 

@@ -23,7 +23,7 @@ class CollectiveTransport:
         self.weights = weights
         self.exchanges = {bunch: PackedExchange(bunch, world) for bunch in dict.fromkeys(bunches)}
         self.gathers: dict[Bunch, FinishAll] = {}  # in flight
-        self.unfetched: dict[tuple[Bunch, Move], Tensor] = {}  # gathered weights
+        self.weights_to_fetch: dict[tuple[Bunch, Move], Tensor] = {}  # gathered weights
         self.gradients: dict[Move, Tensor] = {}  # complete, until the others of their message are
         self.reductions: deque[tuple[Bunch, FinishAll]] = deque()  # in flight, the oldest first
 
@@ -45,11 +45,11 @@ class CollectiveTransport:
     def wait(self, bunch: Bunch) -> None:
         """Wait for a message with weights."""
         weights = self.gathers.pop(bunch)()
-        self.unfetched.update({(bunch, move): weight for move, weight in zip(bunch.moves, weights, strict=True)})
+        self.weights_to_fetch.update({(bunch, move): weight for move, weight in zip(bunch.moves, weights, strict=True)})
 
     def fetch(self, weight: GatheredWeight, source: Bunch | None) -> Tensor:
         assert source is not None
-        return self.unfetched.pop((source, weight.move))
+        return self.weights_to_fetch.pop((source, weight.move))
 
     @torch.no_grad()
     def give(self, weight: GatheredWeight, grad: Tensor, target: Bunch | None) -> None:
