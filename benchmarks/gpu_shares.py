@@ -49,7 +49,7 @@ from fourfold.runtime.comm import world as world_module
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.execution import runner as runner_module
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import lowered_for, matrix_mode
+from fourfold.runtime.execution.precision import lower_for_precision, matrix_mode
 from fourfold.runtime.host.devices import RankDevices, own_device
 from fourfold.workload.workload import Workload, load_workload
 
@@ -76,7 +76,7 @@ class Copies:
         """Every copy is complete at once, as far as the host can see."""
 
     def all_reduce(self, tensor: Tensor, *args: Any, **options: Any) -> Copies:
-        if not options.get("async_op"):  # `World.summed` has copied it; buckets of gradients are summed in place
+        if not options.get("async_op"):  # `World.all_reduce` has copied it; buckets of gradients are summed in place
             self.bytes += 2 * tensor.nbytes
         return self
 
@@ -115,7 +115,7 @@ def placement(ranks: int) -> Placement:
 class LoneWorld(World):
     """A rank of a mesh without the others."""
 
-    def _make(self, purpose: str, axes: tuple[str, ...]) -> Any:
+    def group(self, axes: tuple[str, ...], purpose: str = "inline") -> Any:
         return None
 
 
@@ -123,14 +123,14 @@ class LoneWorld(World):
 def alone(rank: int, ranks: int) -> Iterator[Copies]:
     """Inside, this process is a rank of a mesh whose other ranks are not there."""
 
-    def shared(mesh: Mesh, device: torch.device) -> World:
+    def of_all_ranks(mesh: Mesh, device: torch.device) -> World:
         paths = Paths(mesh, tuple(range(mesh.size)), placement(mesh.size), DEFAULT)
         return LoneWorld(mesh, rank=rank, device=device, paths=paths)
 
     copies = Copies()
     with ExitStack() as stack:
         for owner, name, value in (
-            (World, "shared", staticmethod(shared)),
+            (World, "of_all_ranks", staticmethod(of_all_ranks)),
             (runner_module, "running_placement", lambda device, count: placement(count)),
             (dist, "all_reduce", copies.all_reduce),
             (world_module, "all_gather_single", copies.all_gather_single),
@@ -176,7 +176,7 @@ def measure_share(workload: Workload, strategy: str, rank: int, precision: str, 
         step()
         copied = copies.bytes - before
         times, host = sorted(step_seconds(step, device)), launch_seconds(step, device)
-        _, peak = measured_peak(step, held=lambda: [*parts, *run.runner.kept()], device=device)
+        _, peak = measured_peak(step, held=lambda: [*parts, *run.runner.persistent_tensors()], device=device)
     quarter, middle = len(times) // 4, statistics.median(times)
     spread = (times[-1 - quarter] - times[quarter]) / middle
     return Measured(seconds=middle, host=host, spread=spread, peak=peak - elsewhere, copied=copied)
@@ -247,7 +247,7 @@ class Predictor:
 def compared(workload: Workload, strategy: str, rank: int, precision: str, predictor: Predictor) -> dict[str, Any]:
     """A share predicted and measured."""
     device = predictor.device
-    lowered = lowered_for(workload.graph, workload.plan(strategy, ranks=RANKS), precision=precision, device=device.type)
+    lowered = lower_for_precision(workload.graph, workload.plan(strategy, ranks=RANKS), precision=precision, device=device.type)
     found = predictor.predict(lowered, rank, precision)
     release(device)
     measured = measure_share(workload, strategy, rank, precision, device)
@@ -281,7 +281,7 @@ def host_seconds(found: Prediction) -> float:
 
 def share_ranks(workload: Workload, strategy: str) -> list[int]:
     """A rank of each kind that the plan has."""
-    lowered = lowered_for(workload.graph, workload.plan(strategy, ranks=RANKS), precision="fp32", device="cuda")
+    lowered = lower_for_precision(workload.graph, workload.plan(strategy, ranks=RANKS), precision="fp32", device="cuda")
     (part,) = lowered.parts
     classes = rank_classes(part.program.mesh, [part.program])
     return [members[0] for members in classes][:CLASSES]

@@ -35,7 +35,7 @@ from fourfold.oracle.predict import predict
 from fourfold.oracle.prices.prices import KernelTime, Prices
 from fourfold.plans import LoweredPlan, lower_plan, named
 from fourfold.plans.lists.comm_batches import RING_BYTES
-from fourfold.runtime.execution.precision import lowered_for
+from fourfold.runtime.execution.precision import lower_for_precision
 from fourfold.runtime.host.launch import LocalRanks
 from ranks import pool
 from small import graph_of
@@ -239,7 +239,7 @@ def test_a_foretold_step_rests_on_measured_kernels_which_are_timed_once(monkeypa
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_step_is_predicted_in_every_precision_of_processors(precision: Any) -> None:
     graph = graph_of("vgg16-cifar")
-    plan = lowered_for(graph, named("data", graph, ranks=2, batch=4), precision=precision, device="cpu")
+    plan = lower_for_precision(graph, named("data", graph, ranks=2, batch=4), precision=precision, device="cpu")
     found = predict_on_ranks(plan, pool(2), cluster=None, precision=precision, optimizer="sgd")
     assert found is not None and found.estimate.measured_share == 1.0
 

@@ -34,7 +34,7 @@ from fourfold.plans import Mesh, Plan
 from fourfold.plans.lowering.stages import cut
 from fourfold.plans.spec.plan import check_runnable
 from fourfold.report.explain import _why_not
-from fourfold.runtime.execution.precision import lowered_for
+from fourfold.runtime.execution.precision import lower_for_precision
 from fourfold.workload.model_graph import ModelGraph
 from ranks import pool
 from small import SMALL, assert_equal, batch_of, built_in, graph_of
@@ -261,7 +261,7 @@ def test_a_run_takes_every_plan_of_the_table_for_gpus(name: str, cluster: str, d
         plan = source.adopted(candidate.plan, found.task.graph)
         check_runnable(plan)
         check_precision(precision, "cuda")
-        lowered = lowered_for(source.graph, plan, precision=precision, device="cuda")
+        lowered = lower_for_precision(source.graph, plan, precision=precision, device="cuda")
         assert lowered.places == candidate.lowered.places and lowered.plan.mesh == candidate.plan.mesh
         run = predict(lowered, found.task.setting.prices, optimizer=found.task.setting.optimizer)
         assert (run.step_seconds, run.peak_bytes) == pytest.approx((candidate.step_seconds, candidate.peak_bytes))

@@ -13,7 +13,7 @@ from fourfold.graph.autocast import as_computed
 from fourfold.plans import Options, Plan, lower_plan, named
 from fourfold.plans.spec.other_graph import transferred
 from fourfold.plans.spec.plan import Passes, Segment
-from fourfold.runtime.execution.precision import lowered_for
+from fourfold.runtime.execution.precision import lower_for_precision
 from small import batch_of, graph_of
 
 MODELS = ("vgg16-cifar", "gpt2")
@@ -78,9 +78,9 @@ def test_a_transferred_plan_lowers_and_its_loss_stays_in_float32(model: str, way
     plan, plain, computed = plan_of(model, way), graph_of(model), with_casts(model)
     lowered = lower_plan(computed, transferred(plan, plain, computed))
     assert lowered.last.graph.values[lowered.last.graph.loss].dtype == "float32"
-    again = lowered_for(plain, plan, precision="bf16", device="cpu")
+    again = lower_for_precision(plain, plan, precision="bf16", device="cpu")
     assert again.plan == lowered.plan and again.graph.hash == lowered.graph.hash
-    assert lowered_for(plain, plan, precision="fp32", device="cpu").plan == plan
+    assert lower_for_precision(plain, plan, precision="fp32", device="cpu").plan == plan
 
 
 @pytest.mark.parametrize("model", MODELS)

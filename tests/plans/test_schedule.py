@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from fourfold.errors import InvalidInput
-from fourfold.plans.spec.schedule import SCHEDULES, Action, Schedule, check, schedule_named
+from fourfold.plans.spec.schedule import SCHEDULES, Schedule, ScheduleCell, check, schedule_named
 from fourfold.plans.spec.schedule_timing import makespan
 
 # N=4 stages, M=32 micro-batches, F=1, B=2, SR=0.5: the event-simulated column of BaPipe's schedules
@@ -56,8 +56,8 @@ def test_interleaving_shrinks_the_bubble() -> None:
 
 
 def test_an_action_is_written_stage_kind_micro_batch() -> None:
-    assert [str(Action(2, "F", 0)), str(Action(11, "B", 7))] == ["2F0", "11B7"]
-    assert [str(Action(1, "FB", 3, 0)), str(Action(1, "FB", -1, -1))] == ["1F3B0", "1-"]
+    assert [str(ScheduleCell(2, "F", 0)), str(ScheduleCell(11, "B", 7))] == ["2F0", "11B7"]
+    assert [str(ScheduleCell(1, "FB", 3, 0)), str(ScheduleCell(1, "FB", -1, -1))] == ["1F3B0", "1-"]
 
 
 def test_a_bad_schedule_prints_as_a_grid_with_the_faulty_row_marked() -> None:
@@ -71,8 +71,8 @@ def test_a_bad_schedule_prints_as_a_grid_with_the_faulty_row_marked() -> None:
 
 def test_a_schedule_that_waits_for_ever_is_refused() -> None:
     good = schedule_named("1f1b-sno", 2, 2)
-    first = (Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1))
-    late = (Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(1, "B", 1))
+    first = (ScheduleCell(0, "F", 0), ScheduleCell(0, "B", 0), ScheduleCell(0, "F", 1), ScheduleCell(0, "B", 1))
+    late = (ScheduleCell(1, "F", 0), ScheduleCell(1, "F", 1), ScheduleCell(1, "B", 0), ScheduleCell(1, "B", 1))
     assert good.rows[1] != late
     with pytest.raises(InvalidInput, match="waits for ever"):
         check(Schedule(name="bad", stages=2, microbatches=2, rows=(first, late)))

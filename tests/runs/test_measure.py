@@ -12,7 +12,7 @@ from fourfold.runs.comparison_run import ComparisonRun, runner
 from fourfold.runs.measure import measure
 from fourfold.runs.train import History, train
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.recompute import recomputed
+from fourfold.runtime.execution.recompute import run_without_saving
 from fourfold.runtime.kernels import Randomness
 from fourfold.timeline import Event, Timeline
 from fourfold.workload.workload import Workload, load_workload, stored_tensors
@@ -32,7 +32,7 @@ def peak(seen: Workload, **options: int) -> int:
     state = {key: tensor.detach() for key, tensor in stored_tensors(seen.example).items()}
     running = runner(ComparisonRun(graph=seen.graph, plan=plan, data="", precision="fp32"), state, Randomness())
     feeds = dict(zip((*seen.graph.inputs, *seen.graph.targets), seen.example.tensors, strict=True))
-    optimizer = optimizer_named("sgd")([tensor for _, tensor in running.named()])
+    optimizer = optimizer_named("sgd")([tensor for _, tensor in running.named_parameters()])
     return measure(running, optimizer, feeds).peak_bytes
 
 
@@ -70,7 +70,7 @@ def test_a_recomputed_segment_is_forgotten_after_its_backward() -> None:
         made.append(weakref.ref(inner))
         return [inner.sin()]
 
-    (result,) = recomputed(body)
+    (result,) = run_without_saving(body)
     result.sum().backward()
     del result
     assert len(made) == 2

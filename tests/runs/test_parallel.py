@@ -248,11 +248,11 @@ def test_a_device_without_a_number_is_this_process_own_gpu(monkeypatch: pytest.M
     class Found(Exception):
         pass
 
-    def started(mesh: Any, device: torch.device) -> None:
+    def init_torchrun(mesh: Any, device: torch.device) -> None:
         raise Found(str(device))
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr("fourfold.runs.parallel.World.started", started)
+    monkeypatch.setattr("fourfold.runs.parallel.World.init_torchrun", init_torchrun)
     with pytest.raises(Found, match=r"^cuda:3$"):
         ff.parallelize(build(), planned("data", 1), device="cuda")
     with pytest.raises(Found, match=r"^cpu$"):

@@ -132,7 +132,7 @@ def chained(count: int) -> dict[str, list[int]]:
     ready = GradientBuckets(parameters, bucketed(parameters, most=1, last=0), world)
     launched: list[int] = []
     for tensor in parameters.values():
-        tensor.register_post_accumulate_grad_hook(lambda _: launched.append(ready.launched))
+        tensor.register_post_accumulate_grad_hook(lambda _: launched.append(ready.launch_count))
     y = torch.ones(2, 4, dtype=torch.float64)
     for tensor in parameters.values():
         y = y @ tensor

@@ -222,7 +222,7 @@ def trained_in_front(ranks: int) -> tuple[list[float], dict[str, Tensor], int]:
     for _ in range(3):
         numbers += [float(run.forward_backward(x, y)), float(run.clip_grad_norm(0.1))]
         run.optimizer.step()
-    return numbers, run.state_dict(), len(run.runner.named())
+    return numbers, run.state_dict(), len(run.runner.named_parameters())
 
 
 def test_a_rank_with_nothing_to_train_takes_part_in_steps_and_clipping() -> None:
@@ -248,7 +248,7 @@ def failing(how: str) -> None:
         return gradient
 
     if run.runner.rank == 1:
-        run.runner.named()[0][1].register_hook(happens)
+        run.runner.named_parameters()[0][1].register_hook(happens)
     run.step(*batch(0))
 
 

@@ -41,7 +41,7 @@ class StrictRunner(Runner):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, transport="strict-gloo", **settings)
-        self.cold = True
+        self.needs_warm_up = True
 
 
 STRICT = StrictRunner

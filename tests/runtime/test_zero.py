@@ -34,7 +34,7 @@ from fourfold.runtime.execution.optimizers import optimizer_named
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.kernels import Randomness
 from fourfold.runtime.zero.weight_transport import GatheredWeight
-from fourfold.runtime.zero.zero3 import SavedView, Weights
+from fourfold.runtime.zero.zero3 import SavedView, Zero3Weights
 from fourfold.runtime.zero.zero3_collective import CollectiveTransport
 from fourfold.runtime.zero.zero3_shared import SharedTransport
 from ranks import between_hosts, pool
@@ -269,12 +269,12 @@ def bytes_held(task: ComparisonRun) -> dict[str, int]:
     """Bytes of this rank's parameters, gradients and optimizer state after a step."""
     data = torch.load(task.data)
     running = runner(task, data["state"], Randomness(exact=True))
-    optimizer = optimizer_named(task.optimizer)([tensor for _, tensor in running.named()])
-    running.follow(optimizer)
+    optimizer = optimizer_named(task.optimizer)([tensor for _, tensor in running.named_parameters()])
+    running.gather_after_step(optimizer)
     running.forward_backward(dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True)))
     optimizer.step()
     state = [t for found in optimizer.state.values() for t in found.values() if isinstance(t, Tensor) and t.dim()]
-    trained = [tensor for _, _, tensor, _ in running.trained()]
+    trained = [tensor for _, _, tensor, _ in running.trained_parameters()]
     return {"parameters": bytes_of(trained), "gradients": bytes_of(t.grad for t in trained), "state": bytes_of(state)}
 
 
@@ -291,7 +291,7 @@ def test_state_weights_and_gradients_fall_by_the_number_of_replicas() -> None:
 class Watch:
     """The gathered weights that are alive, seen whenever one more is asked for."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Zero3Weights) -> None:
         self.alive: list[tuple[StorageWeakRef, int]] = []
         self.total = self.largest = self.peak = 0
         transport: Any = weights.transport
@@ -321,9 +321,9 @@ def gathered_bytes(task: ComparisonRun) -> dict[str, Any]:
     executor = running.executors[0]
     watch = Watch(executor.weights)
     running._reset(feeds)
-    running.collect, running.record = False, False
+    running.collect_outputs, running.record = False, False
     facts: dict[str, Any] = {}
-    for each in running.tasks[:-1]:
+    for each in running.actions[:-1]:
         running._run[each.kind](each)
         if each.kind == "F":
             facts = {"after forward": watch.bytes(), "gathered in forward": watch.total, "at once": watch.peak}
@@ -392,8 +392,8 @@ def saved(task: ComparisonRun) -> set[tuple[str, str]]:
     def packed(tensor: Tensor) -> Any:
         out = pack(tensor)
         if isinstance(out, SavedView):
-            assert weights.running is not None
-            found.add((weights.running.op.path, out.weight.name))
+            assert weights.current_op is not None
+            found.add((weights.current_op.op.path, out.weight.name))
         return out
 
     weights._pack = packed  # type: ignore[method-assign]
@@ -431,7 +431,7 @@ def kept_secretly(task: ComparisonRun) -> None:
     weights = running.executors[0].weights
     step = next(step for step in running.lowered.computes() if step.op.target.startswith("aten.add"))
     with weights.forward(task.plan.sizes[0]):
-        weights.running = step
+        weights.current_op = step
         fetch = next(a for a in running.lists[0, task.plan.sizes[0]].forward if isinstance(a, Fetch))
         Doubled.apply(weights.fetch(fetch, running.executors[0].state[fetch.move.source]))
 

@@ -160,14 +160,14 @@ def recorded(task: ComparisonRun, elements: int | None) -> tuple[Placement, list
         data = torch.load(task.data, mmap=True, weights_only=True)
         running = runner(task, data["state"], Randomness(exact=True))
         feeds = dict(zip((*task.graph.inputs, *task.graph.targets), data["inputs"], strict=True))
-        parameters = [tensor for _, tensor in running.named()] or [torch.zeros(1, requires_grad=True)]
+        parameters = [tensor for _, tensor in running.named_parameters()] or [torch.zeros(1, requires_grad=True)]
         optimizer = optimizer_named(task.optimizer)(parameters)
-        running.follow(optimizer)
+        running.gather_after_step(optimizer)
         for step in range(2):
             running.randomness.step = step
             with running.journal.recording() as found:
                 running.forward_backward(feeds)
-                running.clip(1e9)
+                running.clip_grad_norm(1e9)
                 optimizer.step()
     return running.placement, found
 

@@ -184,8 +184,8 @@ def world_of(mesh: Mesh, kind: str = "cpu") -> World:
     """This worker on a mesh; process groups are made once."""
     device = own_device(kind)
     if mesh not in _WORLDS:
-        _WORLDS[mesh] = World.join(mesh, device=device, wanted=[(name,) for name in mesh.names])
-    return _WORLDS[mesh].along(world_module.running_placement(device, mesh.size), DEFAULT, Journal())
+        _WORLDS[mesh] = World.join(mesh, device=device, group_axes=[(name,) for name in mesh.names])
+    return _WORLDS[mesh].for_run(world_module.running_placement(device, mesh.size), DEFAULT, Journal())
 
 
 def stepped(executor: Executor, feeds: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -195,7 +195,7 @@ def stepped(executor: Executor, feeds: Mapping[str, Tensor]) -> tuple[Tensor, di
     loss = out[executor.program.graph.loss]
     executor.backward([loss] if loss.requires_grad else [], [None], next(iter(executor.lists)))
     executor.finish()
-    return executor.total(loss.detach()), out
+    return executor.global_loss(loss.detach()), out
 
 
 def lists_of(program: Program, world: World) -> dict[int, StageList]:
@@ -235,10 +235,10 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
     """On a rank: a function as if every rank had its own host and all messages were large; and whether any travelled so."""
-    flights: list[gloo_p2p.Flight] = []
-    begin = gloo_p2p.Flight.__init__
+    flights: list[gloo_p2p.PointToPointWork] = []
+    begin = gloo_p2p.PointToPointWork.__init__
 
-    def counted(self: gloo_p2p.Flight, *rest: Any) -> None:
+    def counted(self: gloo_p2p.PointToPointWork, *rest: Any) -> None:
         flights.append(self)
         begin(self, *rest)
 
@@ -247,7 +247,7 @@ def between_hosts(function: Callable[..., Any], *arguments: Any) -> Any:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(paths, "DIRECT_ELEMENTS", 1))
-        stack.enter_context(patch.object(gloo_p2p.Flight, "__init__", counted))
+        stack.enter_context(patch.object(gloo_p2p.PointToPointWork, "__init__", counted))
         for module in (world_module, pipeline_module):
             stack.enter_context(patch.object(module, "running_placement", placement))
         return function(*arguments), len(flights) > 0

@@ -19,8 +19,8 @@ from fourfold.plans.spec.plan import check_runnable
 from fourfold.runs.capture_check import refuse_together
 from fourfold.runs.parallel import IN_EVAL_MODE
 from fourfold.runs.verify import check_request
-from fourfold.runtime.comm.world import here
-from fourfold.runtime.execution.precision import lowered_for
+from fourfold.runtime.comm.world import placement_of_run
+from fourfold.runtime.execution.precision import lower_for_precision
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, check_count, is_leader, rank_pool, share
 from fourfold.units import bytes_text
@@ -111,7 +111,7 @@ def _prediction(
     note: Say,
 ) -> Prediction | None:
     """The step predicted before it is run; None, and a note, where this machine's own calibration is damaged."""
-    lowered = lowered_for(workload.graph, plan, precision=setting.precision, device=pool.devices.kind)
+    lowered = lower_for_precision(workload.graph, plan, precision=setting.precision, device=pool.devices.kind)
     check_runnable(plan)
     own = cluster is None or (cluster == LOCAL and pool.devices.kind != "cpu")  # `local` by name is for processors
     where = cluster_of(cluster, pool.count) if cluster is not None and not own else None
@@ -122,7 +122,7 @@ def _prediction(
     except Damaged as error:  # which only the prediction needs
         note(f"no prediction is made: {error}")
         return None
-    running = pool(here, pool.count, pool.devices.kind)[0]
+    running = pool(placement_of_run, pool.count, pool.devices.kind)[0]
     for difference in prediction.prices.placement.differences(running) if prediction is not None else ():
         note(f"{difference}; --cluster says what the prediction is for")
     return prediction

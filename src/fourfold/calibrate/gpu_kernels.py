@@ -21,7 +21,7 @@ from torch import Tensor
 from fourfold.calibrate.kernels import Sample, SingleRankWorld
 from fourfold.graph.spec import TensorSpec
 from fourfold.oracle.prices.kernels import Kernel
-from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.kernels import Randomness, RankContext, build
 
 CHAINED = 24
 CHAINED_BYTES = 4e9  # kernels whose chain would take more are chained less
@@ -90,7 +90,7 @@ class DeviceKernel:
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         world = SingleRankWorld(sample.mesh, sample.member, device, None)
-        self.run = build(sample.step, Local(world, Randomness(), dict(dtypes or {})))
+        self.run = build(sample.step, RankContext(world, Randomness(), dict(dtypes or {})))
         self.kernel, self.device, self.autocast = sample.kernel, device, autocast
 
     def device_time(self) -> DeviceTime:

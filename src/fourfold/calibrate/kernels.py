@@ -35,7 +35,7 @@ from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.plans.lists.rank_classes import rank_classes
 from fourfold.plans.lowering.program import Compute, inside
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.kernels import Randomness, RankContext, build
 from fourfold.runtime.rank_pool import RankPool
 
 REPEATS = 5
@@ -111,13 +111,13 @@ class SingleRankWorld(World):
     def group(self, axes: tuple[str, ...], purpose: str = "inline") -> Any:
         return self._own
 
-    def summed(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
+    def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
         return tensor.clone()
 
-    def maximum(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         return tensor.clone()
 
-    def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def all_gather(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         return tensor.unsqueeze(0).expand(self.extent(axes), *tensor.shape).clone()
 
 
@@ -277,7 +277,7 @@ class _KernelRun:
 
     def __init__(self, sample: Sample, group: Any, dtypes: Mapping[str, torch.dtype]) -> None:
         device = torch.device("cpu")
-        local = Local(SingleRankWorld(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
+        local = RankContext(SingleRankWorld(sample.mesh, sample.member, device, group), Randomness(), dict(dtypes))
         self.run: Callable[..., Any] = build(sample.step, local)
         tensors = [
             _random_operand(spec, wanted) for spec, wanted in zip(sample.kernel.operands, sample.kernel.gradients, strict=True)

@@ -17,7 +17,7 @@ from fourfold.oracle.predict import Prediction, predict
 from fourfold.oracle.prices.prices import Prices
 from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.runtime.comm.shared.memory import host_of_this_process
-from fourfold.runtime.execution.precision import PRECISIONS, lowered_for
+from fourfold.runtime.execution.precision import PRECISIONS, lower_for_precision
 from fourfold.runtime.host.launch import LocalRanks
 from fourfold.runtime.rank_pool import TorchrunRanks, is_leader, share
 from fourfold.workload.workload import load_workload
@@ -41,7 +41,8 @@ def plans_of(
 ) -> list[LoweredPlan]:
     """MODELs divided by data over the ranks, lowered as they run in a precision."""
     kind, seen = ranks.devices.kind, [load_workload(text, batch=batch, data=False) for text in models]
-    return [lowered_for(one.graph, one.plan("data", ranks=ranks.count), precision=precision, device=kind) for one in seen]
+    plans = [(one.graph, one.plan("data", ranks=ranks.count)) for one in seen]
+    return [lower_for_precision(graph, plan, precision=precision, device=kind) for graph, plan in plans]
 
 
 def predict_on_ranks(

@@ -20,10 +20,10 @@ from fourfold.runs.initial_tensors import StateSource
 from fourfold.runs.measure import measure
 from fourfold.runtime.comm.exchange import is_inexact
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.execution.executor import FullTensor
+from fourfold.runtime.execution.executor import LoadPart
 from fourfold.runtime.execution.gather_full import whole_gradients, whole_outputs, whole_state
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import PRECISIONS, lowered_for, set_matrix_mode
+from fourfold.runtime.execution.precision import PRECISIONS, lower_for_precision, set_matrix_mode
 from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.scratch import explain_write_errors
@@ -72,7 +72,7 @@ def runner(task: ComparisonRun, state: Mapping[str, Tensor], randomness: Randomn
     dtypes, device = PRECISIONS[task.precision], own_device(task.device)
     source = StateSource(state)
 
-    def load(world: World) -> FullTensor:
+    def load(world: World) -> LoadPart:
         whole = source.loader(world)
 
         def part(key: str, layout: Layout) -> Tensor:
@@ -81,7 +81,7 @@ def runner(task: ComparisonRun, state: Mapping[str, Tensor], randomness: Randomn
 
         return part
 
-    lowered = lowered_for(task.graph, task.plan, precision=task.precision, device=task.device)
+    lowered = lower_for_precision(task.graph, task.plan, precision=task.precision, device=task.device)
     return Runner(lowered, load, device=device, precision=task.precision, randomness=randomness)
 
 
@@ -113,10 +113,10 @@ def run_steps(
     names = (*task.graph.inputs, *task.graph.targets)
     data = [dict(zip(names, tensors, strict=True)) for tensors in (inputs, *later)]
     feeds = data[0]
-    parameters = [tensor for _, tensor in running.named()]
+    parameters = [tensor for _, tensor in running.named_parameters()]
     optimizer = optimizer_named(task.optimizer)(parameters) if parameters else None
     if optimizer is not None:
-        running.follow(optimizer)
+        running.gather_after_step(optimizer)
     trial = RunResult(facts={"seconds": []})
     for step in range(task.steps):
         running.randomness.step = step

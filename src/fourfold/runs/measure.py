@@ -28,7 +28,7 @@ class Measured:
 
 def measure(running: Runner, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> Measured:
     """Up to three steps on whole inputs and targets, of which each rank keeps its own part alone; all ranks must call."""
-    parts = {name: part.clone() for name, part in running.feeder.local(tensors).items()}
+    parts = {name: part.clone() for name, part in running.feeder.local_parts(tensors).items()}
 
     def step(record: bool = False) -> tuple[Event, ...]:
         outcome = running.forward_backward(parts, record=record)
@@ -38,7 +38,8 @@ def measure(running: Runner, optimizer: torch.optim.Optimizer | None, tensors: M
 
     def held() -> list[Tensor]:
         states = optimizer.state.values() if optimizer is not None else ()
-        return [*parts.values(), *running.kept(), *(t for state in states for t in state.values() if isinstance(t, Tensor))]
+        optimizer_tensors = (t for state in states for t in state.values() if isinstance(t, Tensor))
+        return [*parts.values(), *running.persistent_tensors(), *optimizer_tensors]
 
     if dist.is_initialized():
         dist.barrier()

@@ -26,9 +26,9 @@ from fourfold.runs.capture_check import SAMPLES, refuse_together
 from fourfold.runs.claims import claim
 from fourfold.runs.initial_tensors import ModuleSource, Source, cut
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.execution.executor import FullTensor
+from fourfold.runtime.execution.executor import LoadPart
 from fourfold.runtime.execution.gather_full import whole_outputs, whole_state
-from fourfold.runtime.execution.precision import PRECISIONS, check_precision_name, lowered_for
+from fourfold.runtime.execution.precision import PRECISIONS, check_precision_name, lower_for_precision
 from fourfold.runtime.execution.runner import Runner
 from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.kernels import Randomness
@@ -76,7 +76,7 @@ def parallelize(
         where = own_device("cuda")  # NCCL wants to know which one
     check_precision_name(precision)
     check_precision(precision, where.type)
-    World.started(Mesh.of(all=plan.size), where)
+    World.init_torchrun(Mesh.of(all=plan.size), where)
     notes = [] if model.training else [IN_EVAL_MODE.format(type(model).__name__)]
     if graph is None:
         found = graph = capture(model, *examples(plan, model), loss)
@@ -130,13 +130,13 @@ class Parallel:
         self.plan, self.graph, self.precision = plan, graph, precision
         self._source, self._seed = source, seed
         self._loaded: dict[str, Tensor] = {}
-        self.lowered = lowered_for(graph, plan, precision=precision, device=device.type)
+        self.lowered = lower_for_precision(graph, plan, precision=precision, device=device.type)
         self._claim(device)
         self.runner = Runner(self.lowered, self._loader, device=device, precision=precision, randomness=Randomness(seed=seed))
         self._evaluator: Runner | None = None
         self.module = _tree(self._held())
         nothing = torch.zeros(0, device=self.runner.device, requires_grad=True)  # torch's optimizers refuse an empty list
-        trained = self.runner.named() or [("nothing", nothing)]
+        trained = self.runner.named_parameters() or [("nothing", nothing)]
         self.optimizer = self._checked(optimizer(trained)) if optimizer is not None else None
 
     def _claim(self, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class Parallel:
         """What a stored tensor's dtype is in this run."""
         return PRECISIONS[self.precision].get(str(tensor.dtype).removeprefix("torch."), tensor.dtype)
 
-    def _loader(self, world: World) -> FullTensor:
+    def _loader(self, world: World) -> LoadPart:
         """The source's tensors, or those loaded since that no rank trains."""
         load = self._source.loader(world)
 
@@ -176,7 +176,7 @@ class Parallel:
 
     def _checked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         programs = {index: executor.program for index, executor in self.runner.executors.items()}
-        sharded = [name for index, name, _, _ in self.runner.trained() if programs[index].updates[name].sharded]
+        sharded = [name for index, name, _, _ in self.runner.trained_parameters() if programs[index].updates[name].sharded]
         name = type(optimizer).__name__
         if len(self.lowered.places) > 1 and name not in ELEMENTWISE:
             raise InvalidInput(
@@ -188,7 +188,7 @@ class Parallel:
                 f"{name} is not known to update elements one by one, but {len(sharded)} parameters are sharded "
                 f"({sharded[0]}); use one of {', '.join(ELEMENTWISE)} or a plan that keeps them whole"
             )
-        self.runner.follow(optimizer)
+        self.runner.gather_after_step(optimizer)
         return optimizer
 
     @property
@@ -198,7 +198,7 @@ class Parallel:
 
     def local(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """This rank's parts of a global batch (inputs, then targets); of what its stages do not read, no rows."""
-        return tuple(self.runner.feeder.local(self._named(tensors)).values())
+        return tuple(self.runner.feeder.local_parts(self._named(tensors)).values())
 
     def _named(self, tensors: Iterable[Any]) -> dict[str, Tensor]:
         flat = [t for t in pytree.tree_leaves(tuple(tensors)) if isinstance(t, Tensor)]
@@ -238,7 +238,7 @@ class Parallel:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that the norm over the whole model is at most `max_norm`; returns the norm before."""
-        return self.runner.clip(max_norm)
+        return self.runner.clip_grad_norm(max_norm)
 
     @torch.no_grad()
     def evaluate(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -253,7 +253,7 @@ class Parallel:
         made = lower_stages(graph, replace(self.lowered.plan, graph=graph.hash, recompute=()), like=self.lowered)
         trained = self._kept_keys()
 
-        def load(world: World) -> FullTensor:
+        def load(world: World) -> LoadPart:
             whole = self._loader(world)
 
             def part(key: str, layout: Layout) -> Tensor:

@@ -28,7 +28,7 @@ from fourfold.graph.spec import map_leaves
 from fourfold.plans import Mesh, Plan, lower_plan
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.kernels import Randomness, RankContext, build
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -49,7 +49,7 @@ class PlanRandomNumbers(SchemaCheckMode):
         self.sizes = plan.sizes
         self.randomness = Randomness(exact=True)
         self.dtypes = {getattr(torch, name): dtype for name, dtype in dtypes.items()}
-        local = Local(World(mesh, rank=0, device=device), self.randomness, dict(dtypes))
+        local = RankContext(World(mesh, rank=0, device=device), self.randomness, dict(dtypes))
         (part,) = lower_plan(graph, plan).parts
         self._kernels = {
             size: [(s.op, build(s, local)) for s in program.steps if isinstance(s, Compute) and draws(s.op)]

@@ -30,7 +30,7 @@ from fourfold.runs.measure import Measured, measure, waiting
 from fourfold.runs.parallel import Parallel
 from fourfold.runtime.comm.world import at_leave
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import lowered_for, set_matrix_mode
+from fourfold.runtime.execution.precision import lower_for_precision, set_matrix_mode
 from fourfold.runtime.host.devices import own_device
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.rank_pool import RankPool
@@ -96,7 +96,7 @@ def train(
     """Run the steps; `on_step` is called as each ends: its number from 1, its loss, its seconds. A loss that is NaN or infinite
     ends the run, unless that is allowed."""
     device = ranks.devices.kind
-    lowered_for(workload.graph, plan, precision=precision, device=device)  # what cannot run is refused before the ranks begin
+    lower_for_precision(workload.graph, plan, precision=precision, device=device)  # refuses what cannot run before ranks begin
     check_runnable(plan)
     losses: list[float] = []
     seconds: list[float] = []
@@ -209,7 +209,7 @@ class Trainer:
 
     def holds(self) -> dict[str, int]:
         """Bytes of this rank's parameters, gradients and optimizer state, and its peak, which has activations too."""
-        tensors = [tensor for _, tensor in self.run.runner.named()]
+        tensors = [tensor for _, tensor in self.run.runner.named_parameters()]
         assert self.run.optimizer is not None
         states = self.run.optimizer.state.values()
         return {

@@ -31,7 +31,7 @@ from fourfold.runs.comparison_run import ComparisonRun, RunResult, execute_run, 
 from fourfold.runs.measure import waiting
 from fourfold.runs.reference import Reference
 from fourfold.runtime.execution.optimizers import optimizer_named
-from fourfold.runtime.execution.precision import check_precision_name, lowered_for
+from fourfold.runtime.execution.precision import check_precision_name, lower_for_precision
 from fourfold.runtime.host.scratch import temporary_paths
 from fourfold.runtime.rank_pool import RankPool, check_count
 from fourfold.workload.workload import Workload
@@ -108,7 +108,7 @@ def verify(
     check_count(plan, ranks.count)
     device = ranks.devices.kind
     check_precision(precision, device)
-    program = lowered_for(workload.graph, plan, precision=precision, device=device)
+    program = lower_for_precision(workload.graph, plan, precision=precision, device=device)
     check_runnable(plan)
     reference = reference.matching(plan)
     with temporary_paths(2, folder) as (data, result):

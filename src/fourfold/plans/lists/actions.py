@@ -198,7 +198,7 @@ Action = (
 )
 """One element of a stage's list: an op, an exchange, a message or a wait. An entry of a rank's schedule
 (`rank_schedule.StageAction`) refers to such a list; it was made from a cell of the plan's schedule
-(`plans.spec.schedule.Action`)."""
+(`plans.spec.schedule.ScheduleCell`)."""
 
 
 def flat(actions: Iterable[Action]) -> Iterator[Action]:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from fourfold.plans.lowering.stages import Crossing, Cut
 from fourfold.plans.spec.plan import Plan
-from fourfold.plans.spec.schedule import Action
+from fourfold.plans.spec.schedule import ScheduleCell
 
 BLOCKING = ("1f1b-sno",)
 """Schedules whose receiver waits while a tensor arrives; under the others receives are posted a turn ahead."""
@@ -27,8 +27,8 @@ UNTIMED = ("listen", "begin", "loss")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAction:
-    """One entry of a rank's schedule: a forward or backward (a cell of the plan's schedule, `plans.spec.schedule.Action`), a
-    message between stages, or a sum. What a forward or backward consists of is a list of `plans.lists.actions.Action`."""
+    """One entry of a rank's schedule: a forward or backward (a `ScheduleCell` of the plan), a message between stages, or a
+    sum. What a forward or backward consists of is a list of `plans.lists.actions.Action`."""
 
     kind: Literal["listen", "begin", "F", "B", "receive", "send", "reduce", "tie", "loss", "clip", "update"]
     stage: int = 0
@@ -59,13 +59,13 @@ def rank_schedules(plan: Plan, cut: Cut, *, loss_stage: int) -> tuple[tuple[Stag
 
 
 def _schedule(
-    row: tuple[Action, ...], stages: list[int], messages: _Messages, *, ahead: bool, has_loss: bool, tied: bool
+    row: tuple[ScheduleCell, ...], stages: list[int], messages: _Messages, *, ahead: bool, has_loss: bool, tied: bool
 ) -> tuple[StageAction, ...]:
     out: list[StageAction] = []
-    for action, posted in zip(row, _posted(row, ahead), strict=True):
+    for cell, posted in zip(row, _posted(row, ahead), strict=True):
         out += [message for other in posted for message in messages.around("receive", other)]
-        out.append(StageAction(kind="F" if action.kind == "F" else "B", stage=action.stage, microbatch=action.microbatch))
-        out += messages.around("send", action)
+        out.append(StageAction(kind="F" if cell.kind == "F" else "B", stage=cell.stage, microbatch=cell.microbatch))
+        out += messages.around("send", cell)
     for at in {entry.stage: k for k, entry in enumerate(out) if entry.kind == "B"}.values():
         out[at] = replace(out[at], last=True)
     listens = [] if has_loss else [StageAction(kind="listen")]
@@ -75,11 +75,11 @@ def _schedule(
     return (*listens, *begins, *out, StageAction(kind="loss"), StageAction(kind="update", stage=stages[0]))
 
 
-def _posted(row: tuple[Action, ...], ahead: bool) -> list[list[Action]]:
-    """For each action, whose receives are posted before it: its own or, a turn ahead, those of the next of its kind too."""
-    out: list[list[Action]] = [[] for _ in row]
+def _posted(row: tuple[ScheduleCell, ...], ahead: bool) -> list[list[ScheduleCell]]:
+    """For each cell, whose receives are posted before it: its own or, a turn ahead, those of the next of its kind too."""
+    out: list[list[ScheduleCell]] = [[] for _ in row]
     for kind in ("F", "B"):
-        turns = [i for i, action in enumerate(row) if action.kind == kind]
+        turns = [i for i, cell in enumerate(row) if cell.kind == kind]
         for turn, i in enumerate(turns):
             out[turns[max(turn - 1, 0)] if ahead else i].append(row[i])
     return out
@@ -96,8 +96,8 @@ class _Messages:
                 self.peers.setdefault(("send", source, way), {})[target] = None
                 self.peers.setdefault(("receive", target, way), {})[source] = None
 
-    def around(self, kind: Literal["send", "receive"], action: Action) -> list[StageAction]:
-        """What is received for an action, or sent after it."""
-        way: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-        peers = self.peers.get((kind, action.stage, way), {})
-        return [StageAction(kind=kind, stage=action.stage, microbatch=action.microbatch, peer=peer, way=way) for peer in peers]
+    def around(self, kind: Literal["send", "receive"], cell: ScheduleCell) -> list[StageAction]:
+        """What is received for a cell, or sent after it."""
+        way: Literal["F", "B"] = "F" if cell.kind == "F" else "B"
+        peers = self.peers.get((kind, cell.stage, way), {})
+        return [StageAction(kind=kind, stage=cell.stage, microbatch=cell.microbatch, peer=peer, way=way) for peer in peers]

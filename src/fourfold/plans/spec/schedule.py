@@ -1,7 +1,7 @@
 """Pipeline schedules as data: for every rank the order of its forwards and backwards, with a readable text form and one
 validator.
 
-An action is written ``2F0``: stage 2, forward, micro-batch 0. Stage s runs on rank ``s mod ranks``; more stages than
+A cell is written ``2F0``: stage 2, forward, micro-batch 0. Stage s runs on rank ``s mod ranks``; more stages than
 ranks is the interleaved case. Names and memory are BaPipe's (arXiv 2012.12544): `1f1b-sno` keeps N-i micro-batches in
 flight at stage i (of N, from 0), `1f1b-so` doubles the warm-up, so that a transfer hides behind the compute of another
 micro-batch, and pays with 2(N-i)-1 in flight. The asynchronous schedules are planned and replayed, for devices that
@@ -20,8 +20,8 @@ Kind = Literal["F", "B", "FB"]
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
-    """A cell of a schedule: one forward or backward of one micro-batch on one stage, written ``1F0``. ``FB`` runs both at once
+class ScheduleCell:
+    """One forward or backward of one micro-batch on one stage, written ``1F0``. ``FB`` runs both at once
     (fbp-as).
 
     Lowering adds messages and sums around it: each then is a `StageAction` (`plans.lists.rank_schedule`), an entry of a rank's
@@ -38,21 +38,21 @@ class Action:
         return f"{self.stage}{''.join(halves) or '-'}"  # while a pipeline fills and empties, halves are idle
 
     @property
-    def halves(self) -> tuple[Action, ...]:
-        """The plain actions this one is made of."""
+    def halves(self) -> tuple[ScheduleCell, ...]:
+        """The plain cells this one consists of."""
         if self.kind != "FB":
             return (self,)
-        return (Action(self.stage, "F", self.microbatch), Action(self.stage, "B", self.backward_microbatch))
+        return (ScheduleCell(self.stage, "F", self.microbatch), ScheduleCell(self.stage, "B", self.backward_microbatch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The actions of every rank, in order."""
+    """The cells of every rank, in order."""
 
     name: str
     stages: int
     microbatches: int
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[ScheduleCell, ...], ...]
 
     @property
     def ranks(self) -> int:
@@ -61,10 +61,10 @@ class Schedule:
     def in_flight(self, stage: int) -> int:
         """The most micro-batches a stage holds between forward and backward."""
         held = most = 0
-        for action in self.rows[stage % self.ranks]:
-            if action.stage != stage:
+        for cell in self.rows[stage % self.ranks]:
+            if cell.stage != stage:
                 continue
-            for half in action.halves:
+            for half in cell.halves:
                 if half.microbatch >= 0:
                     held += 1 if half.kind == "F" else -1
                     most = max(most, held)
@@ -74,8 +74,8 @@ class Schedule:
         return text_grid(self.rows)
 
 
-def text_grid(rows: tuple[tuple[Action, ...], ...], marked: int | None = None) -> str:
-    """Rows of actions, one rank a line; a faulty row is marked."""
+def text_grid(rows: tuple[tuple[ScheduleCell, ...], ...], marked: int | None = None) -> str:
+    """Rows of cells, one rank a line; a faulty row is marked."""
     width = max((len(str(a)) for row in rows for a in row), default=3)
     lines = []
     for rank, row in enumerate(rows):
@@ -85,7 +85,7 @@ def text_grid(rows: tuple[tuple[Action, ...], ...], marked: int | None = None) -
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a schedule in which an action is missing, repeated or out of order, or that would deadlock."""
+    """Refuse a schedule in which a cell is missing, repeated or out of order, or that would deadlock."""
     for rank, row in enumerate(schedule.rows):
         fault = _row_fault(schedule, rank, row)
         if fault:
@@ -108,46 +108,46 @@ def check(schedule: Schedule) -> None:
         )
 
 
-def _row_fault(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> str:
+def _row_fault(schedule: Schedule, rank: int, row: tuple[ScheduleCell, ...]) -> str:
     stages = range(rank, schedule.stages, schedule.ranks)
     kinds: tuple[Kind, ...] = ("F", "B")
     want = {(s, kind, m) for s in stages for kind in kinds for m in range(schedule.microbatches)}
-    halves = [(h.stage, h.kind, h.microbatch) for action in row for h in action.halves if h.microbatch >= 0]
+    halves = [(h.stage, h.kind, h.microbatch) for cell in row for h in cell.halves if h.microbatch >= 0]
     at = {half: k for k, half in enumerate(halves)}
     if len(halves) != len(at):
-        return f"{Action(*next(h for h in halves if halves.count(h) > 1))} stands twice"
-    if missing := [Action(*half) for half in want - at.keys()]:
+        return f"{ScheduleCell(*next(h for h in halves if halves.count(h) > 1))} stands twice"
+    if missing := [ScheduleCell(*half) for half in want - at.keys()]:
         return f"{min(missing, key=str)} is missing"
-    if extra := [Action(*half) for half in at.keys() - want]:
+    if extra := [ScheduleCell(*half) for half in at.keys() - want]:
         return f"{min(extra, key=str)} does not belong here"
     early = next(((s, m) for s, kind, m in halves if kind == "B" and at[s, "F", m] > at[s, "B", m]), None)
-    return f"{Action(early[0], 'B', early[1])} comes before its forward" if early else ""
+    return f"{ScheduleCell(early[0], 'B', early[1])} comes before its forward" if early else ""
 
 
-def dependencies(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """What must be done elsewhere, or before, for an action to start."""
-    return tuple(Action(*other) for other in _dependencies(schedule, action))
+def dependencies(schedule: Schedule, cell: ScheduleCell) -> tuple[ScheduleCell, ...]:
+    """The cells that must be done before a cell can start."""
+    return tuple(ScheduleCell(*other) for other in _dependencies(schedule, cell))
 
 
-def _dependencies(schedule: Schedule, action: Action) -> tuple[tuple[int, Kind, int], ...]:
-    s, m = action.stage, action.microbatch
+def _dependencies(schedule: Schedule, cell: ScheduleCell) -> tuple[tuple[int, Kind, int], ...]:
+    s, m = cell.stage, cell.microbatch
     if m < 0:
         return ()
-    if action.kind == "F":
+    if cell.kind == "F":
         return ((s - 1, "F", m),) if s else ()
     return ((s, "F", m),) if s == schedule.stages - 1 else ((s, "F", m), (s + 1, "B", m))
 
 
-def _rows_with_warmup(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
+def _rows_with_warmup(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> tuple[tuple[ScheduleCell, ...], ...]:
     """Per rank, `warmup(stage)` forwards, then one forward and one backward in turn."""
     rows = []
     for stage in range(ranks):
         ahead = min(warmup(stage), microbatches)
-        row = [Action(stage, "F", m) for m in range(ahead)]
+        row = [ScheduleCell(stage, "F", m) for m in range(ahead)]
         for m in range(microbatches):
             if ahead + m < microbatches:
-                row.append(Action(stage, "F", ahead + m))
-            row.append(Action(stage, "B", m))
+                row.append(ScheduleCell(stage, "F", ahead + m))
+            row.append(ScheduleCell(stage, "B", m))
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -179,7 +179,7 @@ def forward_backward_parallel(ranks: int, microbatches: int) -> Schedule:
         for slot in range(microbatches + lag):
             forward = slot if slot < microbatches else -1
             backward = slot - lag if slot >= lag else -1
-            row.append(Action(stage, "FB", forward, backward))
+            row.append(ScheduleCell(stage, "FB", forward, backward))
         rows.append(tuple(row))
     return Schedule(name="fbp-as", stages=ranks, microbatches=microbatches, rows=tuple(rows))
 
@@ -197,8 +197,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     for rank in range(ranks):
         warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
         order = [_chunk(k, ranks, chunks) for k in range(total)]
-        forwards = [Action(c * ranks + rank, "F", m) for c, m in order]
-        backwards = [Action((chunks - 1 - c) * ranks + rank, "B", m) for c, m in order]
+        forwards = [ScheduleCell(c * ranks + rank, "F", m) for c, m in order]
+        backwards = [ScheduleCell((chunks - 1 - c) * ranks + rank, "B", m) for c, m in order]
         row = forwards[:warmup]
         for k in range(total):
             row += forwards[warmup + k : warmup + k + 1]

@@ -1,4 +1,4 @@
 """Messages between ranks: groups, exchanges, point-to-point transfers, sums of gradients.
 
-Enters: steps of exchanges, tensors. Leaves: tensors. What to send, and which way, stands in the lists.
+Enters: steps of exchanges, tensors. Leaves: tensors. The lists say what to send, and by which path.
 """

@@ -123,15 +123,15 @@ def _synchronous(move: Mover) -> Launcher:
 
 def _local(step: ExchangeStep, world: World) -> Mover:
     shape = step.target.local_shape(world.coords)
-    mine = [t for t in transfers(step, world.rank, incoming=True) if t.peer == world.rank]
-    gives = [t for t in transfers(step, world.rank, incoming=False) if t.peer == world.rank]
+    incoming = [t for t in transfers(step, world.rank, incoming=True) if t.peer == world.rank]
+    outgoing = [t for t in transfers(step, world.rank, incoming=False) if t.peer == world.rank]
 
     def move(tensor: Tensor) -> Tensor:
-        if mine and mine[0].shape == shape:
-            return take(tensor, gives[0].spans).contiguous()
+        if incoming and incoming[0].shape == shape:
+            return take(tensor, outgoing[0].spans).contiguous()
         out = tensor.new_zeros(shape)
-        for inside, outside in zip(mine, gives, strict=True):
-            put(out, inside.spans, take(tensor, outside.spans), add=False)
+        for target, source in zip(incoming, outgoing, strict=True):
+            put(out, target.spans, take(tensor, source.spans), add=False)
         return out
 
     return move
@@ -139,7 +139,7 @@ def _local(step: ExchangeStep, world: World) -> Mover:
 
 def _all_reduce(step: ExchangeStep, world: World, name: str) -> Mover:
     world.group(step.axes)  # created now, because all ranks must take part
-    return lambda tensor: world.summed(tensor, step.axes, name)
+    return lambda tensor: world.all_reduce(tensor, step.axes, name)
 
 
 def _all_gather(step: ExchangeStep, world: World, name: str) -> Launcher:
@@ -157,7 +157,7 @@ def _all_gather(step: ExchangeStep, world: World, name: str) -> Launcher:
 
         def finish() -> Tensor:
             work.wait()
-            out = parts.movedim(0, step.dim).reshape(shape)  # one copy, none where the parts lie one after the other
+            out = parts.movedim(0, step.dim).reshape(shape)  # one copy; none where the parts are adjacent
             return out.bool() if bools else out
 
         return finish
@@ -198,23 +198,22 @@ def _all_to_all(step: ExchangeStep, world: World, name: str) -> Launcher:
     incoming = by_peer(transfers(step, world.rank, incoming=True), members)
     outgoing = by_peer(transfers(step, world.rank, incoming=False), members)
     me = members.index(world.rank)
-    sends = [t.numel if t is not None and k != me else 0 for k, t in enumerate(outgoing)]
-    receives = [t.numel if t is not None and k != me else 0 for k, t in enumerate(incoming)]
+    send_counts = [t.numel if t is not None and k != me else 0 for k, t in enumerate(outgoing)]
+    receive_counts = [t.numel if t is not None and k != me else 0 for k, t in enumerate(incoming)]
     shape = step.target.local_shape(world.coords)
     silent = step.is_silent(world.rank)
     group = world.group(step.axes)  # all ranks must create groups together, even if only other groups will use theirs
-    path = world.paths.several([step], step.axes, world.rank)
-    add = not tiles([t for t in incoming if t is not None], shape)
+    path, add = world.paths.several([step], step.axes, world.rank), not tiles([t for t in incoming if t is not None], shape)
 
     def launch(tensor: Tensor) -> Finish:
         tensor, bools = _sendable(tensor)
         pieces = [take(tensor, t.spans).reshape(-1) for k, t in enumerate(outgoing) if t is not None and k != me]
         packed = torch.cat(pieces) if pieces else tensor.new_empty(0)
-        received = tensor.new_empty(sum(receives))
+        received = tensor.new_empty(sum(receive_counts))
         work = None
         if not silent:
             world.note("all_to_all", path, step.axes, packed.nbytes, name)
-            work = gloo_p2p.all_to_all(received, packed, receives, sends, group, direct=path == "direct")
+            work = gloo_p2p.all_to_all(received, packed, receive_counts, send_counts, group, direct=path == "direct")
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
         mine, own = incoming[me], outgoing[me]
         if mine is not None and own is not None:
@@ -224,7 +223,7 @@ def _all_to_all(step: ExchangeStep, world: World, name: str) -> Launcher:
             if work is not None:
                 work.wait()
             offset = 0
-            for t, count in zip(incoming, receives, strict=True):
+            for t, count in zip(incoming, receive_counts, strict=True):
                 if t is not None and count:
                     put(out, t.spans, received[offset : offset + count].view(t.shape), add=add)
                     offset += count

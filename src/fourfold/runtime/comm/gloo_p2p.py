@@ -18,14 +18,14 @@ from torch import Tensor
 from fourfold.runtime.comm.world import all_gather_single, reduce_scatter_single
 
 
-class Flight:
+class PointToPointWork:
     """Sends to and receives from each rank of a group, in flight; empty tensors are not sent. A sent tensor must not change
     before `wait` has returned."""
 
-    def __init__(self, received: Iterable[Tensor], sent: Iterable[Tensor], group: Any) -> None:
-        self.works: list[Any] = [dist.irecv(t, group=group, group_src=k) for k, t in enumerate(received) if t.numel()]
-        self.sent = list(sent)
-        self.works += [dist.isend(t, group=group, group_dst=k) for k, t in enumerate(self.sent) if t.numel()]
+    def __init__(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor], group: Any) -> None:
+        self.works: list[Any] = [dist.irecv(t, group=group, group_src=k) for k, t in enumerate(outputs) if t.numel()]
+        self.inputs = list(inputs)
+        self.works += [dist.isend(t, group=group, group_dst=k) for k, t in enumerate(self.inputs) if t.numel()]
 
     def wait(self) -> None:
         for work in self.works:
@@ -33,12 +33,12 @@ class Flight:
 
 
 def all_to_all(
-    received: Tensor, packed: Tensor, receives: Sequence[int], sends: Sequence[int], group: Any, *, direct: bool
+    out: Tensor, packed: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: Any, *, direct: bool
 ) -> Any:
     """Exchange flat tensors, with numbers of elements per rank, 0 for this one; `direct`: by point-to-point messages."""
     if direct:
-        return Flight(received.split(list(receives)), packed.split(list(sends)), group)
-    return dist.all_to_all_single(received, packed, list(receives), list(sends), group=group, async_op=True)
+        return PointToPointWork(out.split(list(receive_counts)), packed.split(list(send_counts)), group)
+    return dist.all_to_all_single(out, packed, list(receive_counts), list(send_counts), group=group, async_op=True)
 
 
 def all_gather(rows: Tensor, row: Tensor, group: Any, *, direct: bool) -> Any:
@@ -48,7 +48,7 @@ def all_gather(rows: Tensor, row: Tensor, group: Any, *, direct: bool) -> Any:
     me = dist.get_rank(group)
     rows = rows.view(2, -1)
     rows[me] = row
-    return Flight(_others(rows, me), _others([row, row], me), group)
+    return PointToPointWork(_others(rows, me), _others([row, row], me), group)
 
 
 def reduce_scatter(out: Tensor, rows: Tensor, group: Any, *, direct: bool) -> None:
@@ -57,9 +57,9 @@ def reduce_scatter(out: Tensor, rows: Tensor, group: Any, *, direct: bool) -> No
         reduce_scatter_single(out.view(-1), rows.reshape(-1), group=group)
         return
     me, count = dist.get_rank(group), dist.get_world_size(group)
-    rows = rows.reshape(count, -1).contiguous()  # a view's rows may lie apart
+    rows = rows.reshape(count, -1).contiguous()  # a view's rows may not be adjacent
     received_rows = [rows[k] if k == me else rows.new_empty(rows.shape[1]) for k in range(count)]
-    Flight(_others(received_rows, me), _others(rows, me), group).wait()
+    PointToPointWork(_others(received_rows, me), _others(rows, me), group).wait()
     total = out.view(-1).copy_(received_rows[0])
     for other in received_rows[1:]:
         total += other

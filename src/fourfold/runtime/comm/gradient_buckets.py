@@ -21,7 +21,7 @@ from fourfold.runtime.comm.world import World
 class _Bucket:
     def __init__(self, bucket: Bucket) -> None:
         self.key, self.names, self.axes = bucket.key, bucket.names, bucket.axes
-        self.waiting = len(self.names)
+        self.incomplete = len(self.names)
         self.flat: Tensor | None = None
 
 
@@ -34,21 +34,21 @@ class GradientBuckets:
         self.bucket_of = {name: k for k, bucket in enumerate(self.buckets) for name in bucket.names}
         self.groups = {b.axes: world.group(b.axes, "gradients") for b in self.buckets}
         self.works: list[tuple[str, Any]] = []
-        self.launched = 0
-        self.last = True  # whether the backward now running is the last to add to the gradients
+        self.launch_count = 0
+        self.is_last_backward = True  # whether the backward now running is the last to add to the gradients
         for name in self.bucket_of:
-            parameters[name].register_post_accumulate_grad_hook(self._ready(name))
+            parameters[name].register_post_accumulate_grad_hook(self._hook_of(name))
 
-    def _ready(self, name: str) -> Any:
+    def _hook_of(self, name: str) -> Any:
         bucket = self.buckets[self.bucket_of[name]]
 
         def hook(_: Tensor) -> None:
-            if not self.last:
+            if not self.is_last_backward:
                 return
-            bucket.waiting -= 1
-            while self.launched < len(self.buckets) and self.buckets[self.launched].waiting <= 0:
-                self._launch(self.buckets[self.launched])
-                self.launched += 1
+            bucket.incomplete -= 1
+            while self.launch_count < len(self.buckets) and self.buckets[self.launch_count].incomplete <= 0:
+                self._launch(self.buckets[self.launch_count])
+                self.launch_count += 1
 
         return hook
 
@@ -84,12 +84,12 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Launch the remaining buckets (a parameter without a gradient counts as zero) and wait for all."""
-        for bucket in self.buckets[self.launched :]:
+        for bucket in self.buckets[self.launch_count :]:
             self._launch(bucket)
         for key, work in self.works:
             work.wait()
             self.world.journal.note("await", name=key)
         self.works.clear()
-        self.launched = 0
+        self.launch_count = 0
         for bucket in self.buckets:
-            bucket.waiting = len(bucket.names)
+            bucket.incomplete = len(bucket.names)

@@ -1,4 +1,4 @@
-"""Records of what a rank sends, fetches, frees and updates, made only while recording: tests compare them with its lists
+"""Records of what a rank sends, fetches, frees and updates, written only while recording: tests compare them with its lists
 (`plans.lists.records`)."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fourfold.plans.lists.records import Record
 
 
 class Journal:
-    """The records of one rank; none are made outside `recording`."""
+    """The records of one rank; none are written outside `recording`."""
 
     def __init__(self) -> None:
         self.records: list[Record] | None = None

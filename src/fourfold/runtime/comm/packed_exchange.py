@@ -30,29 +30,29 @@ class PackedExchange:
         self.bunch, self.world = bunch, world
         self.group, self.me = world.group(axes, "gradients"), members.index(world.rank)
         self.shapes = [step.target.local_shape(world.coords) for step in steps]
-        self.takes = [by_peer(transfers(step, world.rank, incoming=True), members) for step in steps]
-        self.gives = [by_peer(transfers(step, world.rank, incoming=False), members) for step in steps]
-        found = zip(self.takes, self.shapes, strict=True)
-        self.tiled = [tiles([t for t in takes if t is not None], shape) for takes, shape in found]
-        self.sends = [sum(t.numel for t in column if t is not None) for column in zip(*self.gives, strict=True)]
-        self.receives = [sum(t.numel for t in column if t is not None) for column in zip(*self.takes, strict=True)]
-        self.sends[self.me] = self.receives[self.me] = 0
+        self.incoming = [by_peer(transfers(step, world.rank, incoming=True), members) for step in steps]
+        self.outgoing = [by_peer(transfers(step, world.rank, incoming=False), members) for step in steps]
+        pairs = zip(self.incoming, self.shapes, strict=True)
+        self.adds = [not tiles([t for t in incoming if t is not None], shape) for incoming, shape in pairs]
+        self.send_counts = [sum(t.numel for t in column if t is not None) for column in zip(*self.outgoing, strict=True)]
+        self.receive_counts = [sum(t.numel for t in column if t is not None) for column in zip(*self.incoming, strict=True)]
+        self.send_counts[self.me] = self.receive_counts[self.me] = 0
         self.path = world.paths.several(steps, axes, world.rank)
 
     def launch(self, tensors: Sequence[Tensor]) -> FinishAll:
         """Start; the returned function waits and returns the results."""
         pieces = [
-            take(tensor, given.spans).reshape(-1)
-            for k, column in enumerate(zip(*self.gives, strict=True))
-            for tensor, given in zip(tensors, column, strict=True)
-            if given is not None and k != self.me
+            take(tensor, transfer.spans).reshape(-1)
+            for k, column in enumerate(zip(*self.outgoing, strict=True))
+            for tensor, transfer in zip(tensors, column, strict=True)
+            if transfer is not None and k != self.me
         ]
         packed = torch.cat(pieces) if pieces else tensors[0].new_empty(0)
-        received = packed.new_empty(sum(self.receives))
+        received = packed.new_empty(sum(self.receive_counts))
         self.world.note("all_to_all", self.path, self.bunch.axes, packed.nbytes, self.bunch.key)
         direct = self.path == "direct"
-        work = gloo_p2p.all_to_all(received, packed, self.receives, self.sends, self.group, direct=direct)
-        outs = [self._own(k, tensor) for k, tensor in enumerate(tensors)]
+        work = gloo_p2p.all_to_all(received, packed, self.receive_counts, self.send_counts, self.group, direct=direct)
+        outs = [self._own_part(k, tensor) for k, tensor in enumerate(tensors)]
 
         def finish() -> list[Tensor]:
             work.wait()
@@ -62,19 +62,19 @@ class PackedExchange:
 
         return finish
 
-    def _own(self, number: int, tensor: Tensor) -> Tensor:
+    def _own_part(self, number: int, tensor: Tensor) -> Tensor:
         """A result that holds this rank's own part already."""
-        shape, add = self.shapes[number], not self.tiled[number]
+        shape, add = self.shapes[number], self.adds[number]
         out = tensor.new_zeros(shape) if add else tensor.new_empty(shape)
-        mine, own = self.takes[number][self.me], self.gives[number][self.me]
+        mine, own = self.incoming[number][self.me], self.outgoing[number][self.me]
         if mine is not None and own is not None:
             put(out, mine.spans, take(tensor, own.spans), add=add)
         return out
 
     def _unpack(self, received: Tensor, outs: Sequence[Tensor]) -> None:
         offset = 0
-        for k, column in enumerate(zip(*self.takes, strict=True)):
-            for out, taken, tiled in zip(outs, column, self.tiled, strict=True):
-                if taken is not None and k != self.me:
-                    put(out, taken.spans, received[offset : offset + taken.numel].view(taken.shape), add=not tiled)
-                    offset += taken.numel
+        for k, column in enumerate(zip(*self.incoming, strict=True)):
+            for out, transfer, add in zip(outs, column, self.adds, strict=True):
+                if transfer is not None and k != self.me:
+                    put(out, transfer.spans, received[offset : offset + transfer.numel].view(transfer.shape), add=add)
+                    offset += transfer.numel

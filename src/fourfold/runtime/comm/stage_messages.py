@@ -1,4 +1,4 @@
-"""How the messages between stages travel: `Transport`, and the three that there are.
+"""How the messages between stages travel: the interface `Transport` and its three implementations.
 
 `TaggedGloo` gives each message a tag; the order of calls does not matter. Without tags (`OrderedNccl`, and for tests
 `StrictGloo`) each `Boundary` has a communicator, where the k-th message from one rank to another is the k-th received, and all
@@ -27,7 +27,7 @@ class Piece:
     """A tensor to send to a rank, or a buffer to receive one from it. `tag` and `name` tell it from all others of a step."""
 
     peer: int
-    sends: bool
+    is_send: bool
     tensor: Tensor
     tag: int
     name: str
@@ -50,12 +50,12 @@ class Transport(Protocol):
 
 
 class TaggedGloo:
-    """Each message for itself, by its tag."""
+    """Sends and receives each message alone, by its tag."""
 
     posts_ahead = True
 
     def post(self, boundary: Boundary, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [(dist.isend if p.sends else dist.irecv)(p.tensor, p.peer, tag=p.tag) for p in pieces]  # type: ignore[misc]
+        return [(dist.isend if p.is_send else dist.irecv)(p.tensor, p.peer, tag=p.tag) for p in pieces]  # type: ignore[misc]
 
 
 @dataclass
@@ -77,33 +77,33 @@ class OrderedNccl:
         for boundary, communicator in self.communicators.items():
             self._connect(communicator, pairs(lowered, boundary))
 
-    def _connect(self, communicator: Communicator, wanted: list[Pair]) -> None:
+    def _connect(self, communicator: Communicator, rank_pairs: list[Pair]) -> None:
         """Send a byte between all pairs, in one grouped call. A pair connects at its first message, in which the host waits for
         the peer; all ranks go through the communicators in one order, so that all get there."""
-        new = [pair for pair in wanted if pair not in communicator.connected]
+        new = [pair for pair in rank_pairs if pair not in communicator.connected]
         communicator.connected.update(new)
-        sides = [(a == self.rank, b if a == self.rank else a) for a, b in wanted if self.rank in (a, b)] if new else []
-        pieces = [Piece(peer, sends, torch.zeros(1, dtype=torch.uint8, device=self.device), 0, "") for sends, peer in sides]
-        for work in _grouped(communicator.group, pieces):
+        sides = [(a == self.rank, b if a == self.rank else a) for a, b in rank_pairs if self.rank in (a, b)] if new else []
+        pieces = [Piece(peer, is_send, torch.zeros(1, dtype=torch.uint8, device=self.device), 0, "") for is_send, peer in sides]
+        for work in _post_grouped(communicator.group, pieces):
             work.wait()
 
     def post(self, boundary: Boundary, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return _grouped(self.communicators[boundary].group, pieces)
+        return _post_grouped(self.communicators[boundary].group, pieces)
 
 
-def _grouped(group: Any, pieces: Sequence[Piece]) -> Sequence[Work]:
+def _post_grouped(group: Any, pieces: Sequence[Piece]) -> Sequence[Work]:
     """One grouped call, as bytes: NCCL does not know all dtypes."""
     if not pieces:
         return []
     ops = [
-        dist.P2POp(dist.isend if p.sends else dist.irecv, p.tensor.view(-1).view(torch.uint8), p.peer, group) for p in pieces
+        dist.P2POp(dist.isend if p.is_send else dist.irecv, p.tensor.view(-1).view(torch.uint8), p.peer, group) for p in pieces
     ]
     works: Sequence[Work] = dist.batch_isend_irecv(ops)
     return works if len(works) == len(pieces) else [works[0]] * len(pieces)
 
 
-_known: dict[tuple[Any, ...], Communicator] = {}
-at_leave(_known.clear)
+_communicators: dict[tuple[Any, ...], Communicator] = {}
+at_leave(_communicators.clear)
 
 
 def communicators(lowered: LoweredPlan, backend: str) -> dict[Boundary, Communicator]:
@@ -115,7 +115,7 @@ def communicators(lowered: LoweredPlan, backend: str) -> dict[Boundary, Communic
         if not ranks:
             continue
         key = (id(dist.group.WORLD), backend, boundary, ranks)
-        if key not in _known:
-            _known[key] = Communicator(dist.new_group(list(ranks), timeout=TIMEOUT, backend=backend))
-        out[boundary] = _known[key]
+        if key not in _communicators:
+            _communicators[key] = Communicator(dist.new_group(list(ranks), timeout=TIMEOUT, backend=backend))
+        out[boundary] = _communicators[key]
     return out

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class StrictGloo:
         return [self.queues[boundary].add(pieces)] * len(pieces)
 
 
-class _Done:
+class _CallWork:
     """The work of a grouped call."""
 
     def __init__(self) -> None:
@@ -62,15 +61,16 @@ class _Done:
 class _Queue:
     """The calls of one communicator, executed by one thread."""
 
-    def __init__(self, boundary: Boundary, group: Any) -> None:
-        self.boundary, self.group, self.rank = boundary, group, dist.get_rank()
-        self.calls: SimpleQueue[tuple[Sequence[Piece], _Done] | None] = SimpleQueue()
-        self.pairs = ThreadPoolExecutor(2 * dist.get_world_size(group), thread_name_prefix=f"messages {boundary}")
+    def __init__(self, boundary: Boundary, communicator: Communicator) -> None:
+        self.communicator = communicator  # kept alive, since `_queues` knows it by its id
+        self.boundary, self.group, self.rank = boundary, communicator.group, dist.get_rank()
+        self.calls: SimpleQueue[tuple[Sequence[Piece], _CallWork] | None] = SimpleQueue()
+        self.pairs = ThreadPoolExecutor(2 * dist.get_world_size(self.group), thread_name_prefix=f"messages {boundary}")
         self.thread = threading.Thread(target=self._serve, name=f"messages {boundary}", daemon=True)
         self.thread.start()
 
-    def add(self, pieces: Sequence[Piece]) -> _Done:
-        done = _Done()
+    def add(self, pieces: Sequence[Piece]) -> _CallWork:
+        done = _CallWork()
         self.calls.put((pieces, done))
         return done
 
@@ -96,14 +96,14 @@ class _Queue:
     def _execute(self, pieces: Sequence[Piece]) -> None:
         by_pair: dict[tuple[int, bool], list[Piece]] = {}
         for piece in pieces:
-            by_pair.setdefault((piece.peer, piece.sends), []).append(piece)
-        running = [self.pairs.submit(self._pass, some) for some in by_pair.values()]
+            by_pair.setdefault((piece.peer, piece.is_send), []).append(piece)
+        running = [self.pairs.submit(self._exchange, some) for some in by_pair.values()]
         for each in running:
             each.result()
 
-    def _pass(self, pieces: Sequence[Piece]) -> None:
+    def _exchange(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            (self._send if piece.sends else self._receive)(piece)
+            (self._send if piece.is_send else self._receive)(piece)
 
     def _send(self, piece: Piece) -> None:
         answer = torch.zeros(1, dtype=torch.uint8)
@@ -119,10 +119,10 @@ class _Queue:
         header, expected = torch.zeros(HEADER_BYTES, dtype=torch.uint8), _header(piece)
         dist.recv(header, piece.peer, self.group, HEADER)
         same = torch.equal(header, expected)
-        answered = dist.isend(torch.tensor([same], dtype=torch.uint8), piece.peer, self.group, ANSWER)
+        answer = dist.isend(torch.tensor([same], dtype=torch.uint8), piece.peer, self.group, ANSWER)
         if same:
             dist.recv(piece.tensor, piece.peer, self.group, TENSOR)
-        answered.wait()  # type: ignore[union-attr]
+        answer.wait()  # type: ignore[union-attr]
         if not same:
             raise WorkerFailed(
                 f"rank {self.rank} expects {_text(expected)} on {self.boundary}; rank {piece.peer} sends {_text(header)}"
@@ -139,14 +139,14 @@ def _text(header: Tensor) -> str:
 
 
 _queues: dict[int, _Queue] = {}
-"""By communicator; those live until `leave`, and so do these."""
+"""By the id of the communicator."""
 
 
 def _queue(boundary: Boundary, communicator: Communicator) -> _Queue:
     """The queue of a communicator, the same each time."""
     key = id(communicator)
     if key not in _queues:
-        _queues[key] = _Queue(boundary, communicator.group)
+        _queues[key] = _Queue(boundary, communicator)
     return _queues[key]
 
 

@@ -36,7 +36,7 @@ TIMEOUT = datetime.timedelta(seconds=collective_seconds())
 
 
 class World:
-    """This rank on a mesh. Groups are made once, in the same order on every rank.
+    """This rank on a mesh. Groups are created once, in the same order on every rank; those along `group_axes` at once.
 
     `ranks` are the processes the mesh consists of, by default all; `rank` is this one's place among them. `paths`: how
     messages are sent; by default none goes through shared memory. `journal`: records them.
@@ -48,7 +48,7 @@ class World:
         *,
         rank: int,
         device: torch.device,
-        wanted: Iterable[tuple[str, ...]] = (),
+        group_axes: Iterable[tuple[str, ...]] = (),
         ranks: tuple[int, ...] | None = None,
         paths: Paths | None = None,
     ) -> None:
@@ -59,20 +59,20 @@ class World:
         self.journal = Journal()
         self._shared_rows: dict[tuple[tuple[str, ...], int], SharedRows] = {}
         self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
-        for axes in sorted(set(wanted)):
-            self._make("inline", axes)
+        for axes in sorted(set(group_axes)):
+            self.group(axes)
 
-    def along(self, placement: Placement, policy: Policy, journal: Journal) -> World:
+    def for_run(self, placement: Placement, policy: Policy, journal: Journal) -> World:
         """The same groups for another run, whose messages may be sent otherwise."""
         out = copy.copy(self)
         out.paths, out.journal = Paths(self.mesh, self.ranks, placement, policy), journal
         return out
 
     @staticmethod
-    def join(mesh: Mesh, *, device: torch.device | None = None, wanted: Iterable[tuple[str, ...]] = ()) -> World:
+    def join(mesh: Mesh, *, device: torch.device | None = None, group_axes: Iterable[tuple[str, ...]] = ()) -> World:
         """The world of an initialised process group; one rank needs none."""
         device = device or torch.device("cpu")
-        World.started(mesh, device)
+        World.init_torchrun(mesh, device)
         if not dist.is_initialized():
             if mesh.size == 1:
                 return World(mesh, rank=0, device=device)
@@ -83,10 +83,10 @@ class World:
                 f"run with --nproc-per-node {mesh.size} or plan for {dist.get_world_size()}"
             )
         paths = Paths(mesh, tuple(range(mesh.size)), running_placement(device, mesh.size), DEFAULT)
-        return World(mesh, rank=dist.get_rank(), device=device, wanted=wanted, paths=paths)
+        return World(mesh, rank=dist.get_rank(), device=device, group_axes=group_axes, paths=paths)
 
     @staticmethod
-    def started(mesh: Mesh, device: torch.device) -> None:
+    def init_torchrun(mesh: Mesh, device: torch.device) -> None:
         """Initialise the process group of a torchrun, unless that was done."""
         if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
             if device.type == "cpu":
@@ -96,23 +96,21 @@ class World:
             init_process_group(device, timeout=TIMEOUT)
             atexit.register(leave)
 
-    def _make(self, purpose: str, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    def group(self, axes: tuple[str, ...], purpose: str = "inline") -> dist.ProcessGroup:
+        """The group of ranks along the axes that this rank belongs to, created at the first call, which all ranks must make;
+        another purpose has its own communicator."""
         key = (purpose, axes)
         if key not in self._groups:
-            group = _made(self.mesh, self.ranks, axes)[self.rank]
+            group = _new_groups(self.mesh, self.ranks, axes)[self.rank]
             assert group is not None
             self._groups[key] = group
         return self._groups[key]
 
-    def group(self, axes: tuple[str, ...], purpose: str = "inline") -> dist.ProcessGroup:
-        """The group of ranks along the axes that this rank belongs to; another purpose has its own communicator."""
-        return self._make(purpose, axes)
-
-    def summed(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
+    def all_reduce(self, tensor: Tensor, axes: tuple[str, ...], name: str = "") -> Tensor:
         """The sum of a tensor over the ranks along the axes: a new tensor, added in rank order."""
         if not axes:
             return tensor
-        rows = self._shared(tensor, axes, "all_reduce", name)
+        rows = self._gather_in_shared_memory(tensor, axes, "all_reduce", name)
         if rows is not None:
             return rows.sum(0, dtype=tensor.dtype)
         out = tensor.clone(memory_format=torch.contiguous_format)
@@ -120,11 +118,11 @@ class World:
             dist.all_reduce(out, group=self.group(axes))
         return out
 
-    def maximum(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         """The largest of each element over the ranks along the axes: a new tensor."""
         if not axes:
             return tensor
-        rows = self._shared(tensor, axes, "all_reduce")
+        rows = self._gather_in_shared_memory(tensor, axes, "all_reduce")
         if rows is not None:
             return rows.amax(0)
         out = tensor.clone(memory_format=torch.contiguous_format)
@@ -132,11 +130,11 @@ class World:
             dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.group(axes))
         return out
 
-    def gathered(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def all_gather(self, tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Equal-sized tensors of the ranks along the axes, stacked in rank order."""
         if not axes:
             return tensor.unsqueeze(0)
-        rows = self._shared(tensor, axes, "all_gather")
+        rows = self._gather_in_shared_memory(tensor, axes, "all_gather")
         if rows is not None:
             return rows
         out = tensor.new_empty((self.extent(axes), *tensor.shape))
@@ -144,7 +142,7 @@ class World:
             all_gather_single(out.view(-1), tensor.reshape(-1), group=self.group(axes))
         return out
 
-    def _shared(self, tensor: Tensor, axes: tuple[str, ...], kind: str, name: str = "") -> Tensor | None:
+    def _gather_in_shared_memory(self, tensor: Tensor, axes: tuple[str, ...], kind: str, name: str = "") -> Tensor | None:
         """The gather through shared memory, where tensors of this size go that way."""
         size = tensor.nbytes
         small = self.paths.small(axes, size)
@@ -166,34 +164,34 @@ class World:
         return self._shared_rows[key]
 
     @staticmethod
-    def shared(mesh: Mesh, device: torch.device) -> World:
-        """The world of all processes as a mesh, the same each time: every process group costs threads."""
+    def of_all_ranks(mesh: Mesh, device: torch.device) -> World:
+        """The world of all processes as a mesh, cached: every process group costs threads."""
         if mesh.size == 1:
             return World(mesh, rank=0, device=device)
-        World.started(mesh, device)
+        World.init_torchrun(mesh, device)
         key = (id(dist.group.WORLD), mesh, device)
-        if key not in _shared:
-            _shared[key] = World.join(mesh, device=device)
-        return _shared[key]
+        if key not in _worlds:
+            _worlds[key] = World.join(mesh, device=device)
+        return _worlds[key]
 
     @staticmethod
     def of_stage(mesh: Mesh, ranks: tuple[int, ...], device: torch.device) -> World | None:
         """This process on the ranks of a stage, None if it is not one of them; all processes must call.
 
-        Its groups are made now, all there can be, because later only its own ranks would be there to make them.
+        All its groups are created now, because every process must take part in that, and later only its own ranks call.
         """
         if len(ranks) == 1 and not dist.is_initialized():
             return World(mesh, rank=0, device=device)
         key = (id(dist.group.WORLD), mesh, ranks, device)
-        if key not in _stages:
+        if key not in _stage_worlds:
             me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
             world = World(mesh, rank=me, device=device, ranks=ranks) if me is not None else None
             for purpose, axes in itertools.product(("inline", "gradients"), _subsets(mesh)):
-                groups = _made(mesh, ranks, axes)
+                groups = _new_groups(mesh, ranks, axes)
                 if world is not None and me is not None:
                     world._groups[purpose, axes] = groups[me]
-            _stages[key] = world
-        return _stages[key]
+            _stage_worlds[key] = world
+        return _stage_worlds[key]
 
     def connect(self) -> None:
         """Use each group once. NCCL connects at the first use, in which the host waits for the other members: done here, no
@@ -211,8 +209,8 @@ class World:
         return size
 
 
-_shared: dict[tuple[Any, ...], World] = {}
-_stages: dict[tuple[Any, ...], World | None] = {}
+_worlds: dict[tuple[Any, ...], World] = {}
+_stage_worlds: dict[tuple[Any, ...], World | None] = {}
 _at_leave: list[Callable[[], None]] = []
 
 
@@ -233,8 +231,8 @@ def running_placement(device: torch.device, ranks: int) -> Placement:
     return Placement(hosts=tuple(numbers[host] for host in hosts), devices=devices, shared_bytes=min(rooms))
 
 
-def here(ranks: int, kind: str = "cpu") -> Placement:
-    """Where the processes of this run are."""
+def placement_of_run(ranks: int, kind: str = "cpu") -> Placement:
+    """`running_placement` of this run's processes, each on its own device of a kind."""
     return running_placement(own_device(kind), ranks)
 
 
@@ -243,21 +241,21 @@ def leave() -> None:
     interpreter has begun to shut down crashes the process: of twenty pipelines under torchrun, four ended so."""
     for release in _at_leave:
         release()
-    _shared.clear()
-    _stages.clear()
+    _worlds.clear()
+    _stage_worlds.clear()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _made(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> list[Any]:
+def _new_groups(mesh: Mesh, ranks: tuple[int, ...], axes: tuple[str, ...]) -> list[Any]:
     """For each member of a mesh, its group of ranks along the axes; all processes must call."""
-    made: dict[tuple[int, ...], Any] = {}
+    groups: dict[tuple[int, ...], Any] = {}
     for k in range(mesh.size):
         members = mesh.group(k, axes)
-        if members not in made:
-            made[members] = dist.new_group([ranks[m] for m in members], timeout=TIMEOUT)
-    return [made[mesh.group(k, axes)] for k in range(mesh.size)]
+        if members not in groups:
+            groups[members] = dist.new_group([ranks[m] for m in members], timeout=TIMEOUT)
+    return [groups[mesh.group(k, axes)] for k in range(mesh.size)]
 
 
 def _subsets(mesh: Mesh) -> list[tuple[str, ...]]:

@@ -40,15 +40,15 @@ from fourfold.runtime.comm.exchange import Finish, differentiable_launcher, diff
 from fourfold.runtime.comm.gradient_buckets import GradientBuckets
 from fourfold.runtime.comm.shared.sums import SharedSum
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.execution.recompute import recomputed
-from fourfold.runtime.kernels import Local, Randomness, build
+from fourfold.runtime.execution.recompute import run_without_saving
+from fourfold.runtime.kernels import Randomness, RankContext, build
 from fourfold.runtime.kernels.recurrent import flatten_weights
-from fourfold.runtime.zero.zero3 import Weights
+from fourfold.runtime.zero.zero3 import Zero3Weights
 from fourfold.units import bytes_text
 
 Env = dict[str, Any]
-Bound = Callable[[Env], None]
-FullTensor = Callable[[str, Layout], Tensor]
+BoundAction = Callable[[Env], None]
+LoadPart = Callable[[str, Layout], Tensor]
 """Returns this rank's part of the stored tensor with a state_dict key."""
 
 
@@ -59,7 +59,7 @@ class Executor:
         self,
         lists: Mapping[int, StageList],
         world: World,
-        load: FullTensor,
+        load: LoadPart,
         *,
         dtypes: Mapping[str, torch.dtype] | None = None,
         randomness: Randomness | None = None,
@@ -69,7 +69,7 @@ class Executor:
         self.programs = {size: found.program for size, found in self.lists.items()}
         first = next(iter(self.lists.values()))
         self.program = program = first.program
-        self.local = Local(world, randomness or Randomness(), dict(dtypes or {}))
+        self.local = RankContext(world, randomness or Randomness(), dict(dtypes or {}))
         graph = program.graph
         self.state: dict[str, Tensor] = {}
         used = order_of_use(program)
@@ -84,17 +84,17 @@ class Executor:
                 flatten_weights(step, self.state)
         self.constants = {c.name: self._constant(c) for c in graph.constants if c.name in program.stored}
         self.keys = {p.name: p.key for p in graph.parameters}
-        for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever way their gradients go
+        for axes in sorted(set(program.reductions.values())):  # by all ranks, whichever path their gradients take
             world.group(axes)
             world.group(axes, "gradients")
-        self.begins, self.finishes = first.begin, first.finish(world.coords)
+        self.begin_actions, self.finish_actions = first.begin, first.finish(world.coords)
         self.sums = {action: self._shared_sum(action) for action in first.messages.sums}
         self.gradients = GradientBuckets(self.state, first.messages.buckets(world.coords), world)
-        self.weights = Weights(self.lists, self.state, world)
+        self.weights = Zero3Weights(self.lists, self.state, world)
         self._forward = {size: self._bind_all(size, found.forward) for size, found in self.lists.items()}
-        self.written: dict[str, Tensor] = {}
+        self.buffer_updates: dict[str, Tensor] = {}
         if program.loss_axes:
-            world.group(program.loss_axes)  # made now, by all ranks
+            world.group(program.loss_axes)  # created now, because all ranks must take part
 
     def _shared_sum(self, action: Sum) -> SharedSum:
         return SharedSum.open([self.state[name] for name in action.names], action.axes, self.world)
@@ -119,15 +119,15 @@ class Executor:
 
     # --- the actions of forward as functions ---
 
-    def _bind_all(self, size: int, actions: Iterable[Action]) -> list[Bound]:
+    def _bind_all(self, size: int, actions: Iterable[Action]) -> list[BoundAction]:
         return [self._bind(size, action) for action in actions]
 
-    def _bind(self, size: int, action: Action) -> Bound:
+    def _bind(self, size: int, action: Action) -> BoundAction:
         if isinstance(action, Compute):
             step = action
             if id(action) in self.lists[size].in_place:  # the model wrote it in place, and nobody else reads its input
                 step = replace(action, op=replace(action.op, target=action.op.inplace))
-            return _compute(action, self.weights.watch(size, action, build(step, self.local)))
+            return _compute(action, self.weights.wrap_op(size, action, build(step, self.local)))
         if isinstance(action, Move):
             return _move(action, differentiable_mover(action.exchange, self.world, action.value))
         if isinstance(action, Fetch):
@@ -139,9 +139,9 @@ class Executor:
         if isinstance(action, RunSegment):
             return self._segment(size, action)
         weights = self.weights
-        return lambda env: weights.act((action,))
+        return lambda env: weights.execute((action,))
 
-    def _fetch(self, action: Fetch) -> Bound:
+    def _fetch(self, action: Fetch) -> BoundAction:
         source, target, weights = action.move.source, action.move.target, self.weights
 
         def fetch(env: Env) -> None:
@@ -149,7 +149,7 @@ class Executor:
 
         return fetch
 
-    def _segment(self, size: int, action: RunSegment) -> Bound:
+    def _segment(self, size: int, action: RunSegment) -> BoundAction:
         """Steps that run again when backward comes to them."""
         first, second = self._bind_all(size, action.actions), self._bind_all(size, action.again)
         randomness = self.randomness
@@ -168,13 +168,13 @@ class Executor:
                 randomness.step, randomness.microbatch = now
                 return [inner[slot] for slot in action.results]
 
-            env.update(zip(action.results, recomputed(body), strict=True))
+            env.update(zip(action.results, run_without_saving(body), strict=True))
             for slot in action.spent:
                 del env[slot]
 
         return run
 
-    def _passes(self, size: int, action: RunPasses) -> Bound:
+    def _passes(self, size: int, action: RunPasses) -> BoundAction:
         """Passes, each on the next slice of every member's examples."""
         (entry, dim), count = action.step.entries[0], len(action.bodies)
         in_flight: dict[Opening, Finish] = {}
@@ -196,8 +196,10 @@ class Executor:
 
         return run
 
-    def _bind_in_pass(self, size: int, action: Action, pieces: Sequence[Tensor], in_flight: dict[Opening, Finish]) -> Bound:
-        """An action of a pass; `pieces`: what the passes work on, `flying`: their opening exchanges that were started."""
+    def _bind_in_pass(
+        self, size: int, action: Action, pieces: Sequence[Tensor], in_flight: dict[Opening, Finish]
+    ) -> BoundAction:
+        """An action of a pass; `pieces`: the passes' examples, `in_flight`: their opening exchanges that were started."""
         if not (isinstance(action, (Launch, Await)) and isinstance(action.message, Opening)):
             return self._bind(size, action)
         opening, journal = action.message, self.world.journal
@@ -219,7 +221,7 @@ class Executor:
 
     def forward(self, feeds: Mapping[str, Tensor], size: int = 0) -> Env:
         """Run forward on local inputs; the result holds loss, outputs and buffer writes by value name."""
-        env: Env = {**self.state, **self.written, **self.constants, **feeds}
+        env: Env = {**self.state, **self.buffer_updates, **self.constants, **feeds}
         at = 0
         try:
             with self.casts(), self.weights.forward(size):
@@ -229,12 +231,12 @@ class Executor:
             raise out_of_memory(f"in forward of {_name(self.lists[size].forward[at])}", self.world) from error
         program = self.programs[size]
         out = {name: env[slot] for name, slot in program.slots.items()}
-        self.written.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
+        self.buffer_updates.update({buffer: out[buffer].detach() for buffer, _ in program.graph.writes})
         return out
 
     def backward(self, starts: Sequence[Any], gradients: Sequence[Tensor | None], size: int = 0, *, last: bool = True) -> None:
         """Backward from these tensors or edges of one forward's graph; `last`: it completes the gradients."""
-        self.gradients.last = last
+        self.gradients.is_last_backward = last
         if starts:
             self.weights.backward(size)
             try:
@@ -247,9 +249,9 @@ class Executor:
         """Forget the gradients of the step before."""
         for tensor in self.state.values():
             tensor.grad = None
-        self._act(self.begins)
+        self._execute(self.begin_actions)
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _execute(self, actions: Iterable[Action]) -> None:
         """Run actions of a list outside forward and backward."""
         for action in actions:
             if isinstance(action, Complete):
@@ -258,14 +260,14 @@ class Executor:
                 self.world.note("sum", "shared", action.axes, self.sums[action].own_row.nbytes)
                 self.sums[action].sum()
             else:
-                self.weights.act((action,))
+                self.weights.execute((action,))
 
     @torch.no_grad()
     def write_buffers(self) -> None:
         """Write the buffers that forward updated."""
-        for buffer, value in self.written.items():
+        for buffer, value in self.buffer_updates.items():
             self.state[buffer].copy_(value)
-        self.written.clear()
+        self.buffer_updates.clear()
 
     @property
     def updated_bytes(self) -> int:
@@ -274,19 +276,19 @@ class Executor:
         updates = self.program.updates.items()
         return sum(item[name] * math.prod(self.local.shape(layout)) for name, layout in updates)
 
-    def kept(self) -> list[Tensor]:
-        """The tensors that stay here between steps; gradients lie under their parameters."""
-        beside = [*(found.own_row for found in self.sums.values()), *self.gradients.buffers, *self.weights.buffers]
+    def persistent_tensors(self) -> list[Tensor]:
+        """The tensors that stay here between steps; gradients are attributes of their parameters."""
+        beside = [*(shared_sum.own_row for shared_sum in self.sums.values()), *self.gradients.buffers, *self.weights.buffers]
         return [*self.state.values(), *self.constants.values(), *beside]
 
     def finish(self) -> None:
         """Complete the gradients and the buffers of a step."""
-        self._act(self.finishes)
+        self._execute(self.finish_actions)
         self.write_buffers()
 
-    def total(self, loss: Tensor) -> Tensor:
+    def global_loss(self, loss: Tensor) -> Tensor:
         """The global loss from this rank's share."""
-        return self.world.summed(loss, self.program.loss_axes)
+        return self.world.all_reduce(loss, self.program.loss_axes)
 
     def cut(self, name: str, tensor: Tensor, size: int | None = None) -> Tensor:
         """This rank's part of a whole input, target or parameter; a tensor of the local shape is taken as the part itself."""
@@ -305,7 +307,7 @@ class Executor:
             f"this rank's {part}; plan again for another batch"
         )
 
-    def whole(self, layout: Layout, tensor: Tensor) -> Tensor:
+    def gather_full(self, layout: Layout, tensor: Tensor) -> Tensor:
         """A tensor gathered from all ranks; all must call."""
         exchange = Exchange(self.world.mesh, layout, Layout.same(layout.shape))
         return mover(exchange, self.world)(tensor.detach())
@@ -328,7 +330,7 @@ def _name(action: Action) -> str:
     return action.value if isinstance(action, Move) else type(action).__name__.lower()
 
 
-def _free(slots: tuple[str, ...]) -> Bound:
+def _free(slots: tuple[str, ...]) -> BoundAction:
     def free(env: Env) -> None:
         for slot in slots:
             del env[slot]
@@ -336,7 +338,7 @@ def _free(slots: tuple[str, ...]) -> Bound:
     return free
 
 
-def _compute(step: Compute, run: Callable[..., Any]) -> Bound:
+def _compute(step: Compute, run: Callable[..., Any]) -> BoundAction:
     inputs, outputs = step.inputs, step.outputs
     if len(outputs) == 1 and outputs[0] == step.op.name:
         name = outputs[0]
@@ -352,7 +354,7 @@ def _compute(step: Compute, run: Callable[..., Any]) -> Bound:
     return many
 
 
-def _move(step: Move, run: Callable[[Tensor], Tensor]) -> Bound:
+def _move(step: Move, run: Callable[[Tensor], Tensor]) -> BoundAction:
     source, target = step.source, step.target
 
     def move(env: Env) -> None:

@@ -15,7 +15,7 @@ from fourfold.plans.lists.lowered_plan import LoweredPlan
 from fourfold.runtime.execution.executor import Executor
 
 Feeds = dict[int, list[dict[str, Tensor]]]
-"""By stage and micro-batch: what a stage reads of inputs and targets."""
+"""By stage and micro-batch: the inputs and targets a stage reads."""
 
 
 class Feeder:
@@ -25,9 +25,9 @@ class Feeder:
         self.lowered, self.plan, self.executors, self.counters = lowered, lowered.plan, executors, counters
         self.fixed: dict[tuple[int, str], Tensor] = {}  # known factors of the loss's terms, by stage and name
 
-    def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def local_parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole inputs and targets, of all micro-batches; of what its stages do not read, no rows."""
-        feeds, out = {index: self.fed(index, tensors) for index in self.executors}, {}
+        feeds, out = {index: self.feeds_of(index, tensors) for index in self.executors}, {}
         for name, tensor in tensors.items():
             dim = self.lowered.graph.batch_dim(name)
             rows = next(([feed[name] for feed in feeds[i]] for i in feeds if name in feeds[i][0]), None)
@@ -35,12 +35,12 @@ class Feeder:
             out[name] = rows[0] if len(rows) == 1 or dim is None else torch.cat(rows, dim)
         return out
 
-    def fed(self, index: int, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each micro-batch of a stage reads."""
+    def feeds_of(self, index: int, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The inputs, targets and loss scales that each micro-batch of a stage reads."""
         executor = self.executors[index]
         readers = [r for r in (executor, self.counters.get(index)) if r is not None]
-        homes = {n: next((r for r in readers if n in r.program.stored), None) for n in tensors}
-        rows = {name: self._micro(home, name, tensors[name]) for name, home in homes.items() if home is not None}
+        first = {n: next((r for r in readers if n in r.program.stored), None) for n in tensors}
+        rows = {name: self._by_microbatch(one, name, tensors[name]) for name, one in first.items() if one is not None}
         feeds = [{name: pieces[m] for name, pieces in rows.items()} for m in range(self.plan.microbatches)]
         scales = [n for n in self.lowered.loss.scales if n in executor.program.stored]
         values = self._scales(index, feeds) if scales else {}
@@ -48,7 +48,7 @@ class Feeder:
             feed.update({name: values[name] for name in scales})
         return feeds
 
-    def _micro(self, executor: Executor, name: str, tensor: Tensor) -> list[Tensor]:
+    def _by_microbatch(self, executor: Executor, name: str, tensor: Tensor) -> list[Tensor]:
         """A tensor's part for each micro-batch."""
         sizes, dim = self.plan.sizes, self.lowered.graph.batch_dim(name)
         if len(sizes) == 1:
@@ -78,17 +78,17 @@ class Feeder:
         out = {name: self.fixed[index, name] for name in loss.fixed if name in kinds}
         if index not in self.counters:
             return out
-        totals = self._counted(self.counters[index], feeds)
+        totals = self._count_totals(self.counters[index], feeds)
         return {**out, **{n: (1.0 / totals[c].double()).to(kinds[n]) for n, c in loss.counted.items() if n in kinds}}
 
-    def _counted(self, counter: Executor, feeds: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _count_totals(self, counter: Executor, feeds: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The sums over all micro-batches, and over the ranks of the stage."""
         totals: dict[str, Tensor] = {}
         for feed, size in zip(feeds, self.plan.sizes, strict=True):
             program = counter.programs[size]
-            found = counter.forward({n: feed[n] for n in (*program.graph.inputs, *program.graph.targets)}, size)
+            out = counter.forward({n: feed[n] for n in (*program.graph.inputs, *program.graph.targets)}, size)
             for name in program.outputs:
                 axes = counter.world.mesh.ordered(program.layouts[name].partial)
-                value = counter.world.summed(found[name], axes)
+                value = counter.world.all_reduce(out[name], axes)
                 totals[name] = totals[name] + value if name in totals else value
         return totals

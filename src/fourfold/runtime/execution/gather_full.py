@@ -24,7 +24,7 @@ def whole_outputs(runner: Runner, outcome: Outcome) -> dict[str, Tensor]:
         for name in (n for n in part.graph.outputs if n in graph.outputs and n not in out):
             held: list[Any] = outcome.outputs.get(name) or [None] * plan.microbatches
             sizes = zip(held, plan.sizes, strict=True)
-            pieces = [_everywhere(runner, part.index, part.output_layout(name, size), piece) for piece, size in sizes]
+            pieces = [_on_all_ranks(runner, part.index, part.output_layout(name, size), piece) for piece, size in sizes]
             dim = graph.batch_dim(name)
             out[name] = pieces[0] if len(pieces) == 1 or dim is None else torch.cat(pieces, dim)
     return {name: out[name] for name in graph.outputs if name in out}
@@ -33,12 +33,12 @@ def whole_outputs(runner: Runner, outcome: Outcome) -> dict[str, Tensor]:
 def whole_gradients(runner: Runner) -> dict[str, Tensor]:
     """The gradients of everything that is trained, by state_dict key."""
     trained = {p.name for p in runner.lowered.graph.parameters if p.trainable}
-    return {key: _stored(runner, index, name, gradient=True) for index, name, key in _homes(runner) if name in trained}
+    return {key: _whole_tensor(runner, index, name, gradient=True) for index, name, key in _homes(runner) if name in trained}
 
 
 def whole_state(runner: Runner) -> dict[str, Tensor]:
     """Parameters and buffers, by state_dict key."""
-    return {key: _stored(runner, index, name, gradient=False) for index, name, key in _homes(runner)}
+    return {key: _whole_tensor(runner, index, name, gradient=False) for index, name, key in _homes(runner)}
 
 
 def _homes(runner: Runner) -> Iterable[tuple[int, str, str]]:
@@ -51,18 +51,18 @@ def _homes(runner: Runner) -> Iterable[tuple[int, str, str]]:
                 yield part.index, parameter.name, parameter.key
 
 
-def _stored(runner: Runner, index: int, name: str, *, gradient: bool) -> Tensor:
+def _whole_tensor(runner: Runner, index: int, name: str, *, gradient: bool) -> Tensor:
     layout, executor = runner.lowered.parts[index].program.stored[name], runner.executors.get(index)
     tensor = executor.state[name] if executor is not None else None
     if tensor is not None and gradient:
         tensor = gradient_of(tensor)
-    return _everywhere(runner, index, layout, tensor).clone()
+    return _on_all_ranks(runner, index, layout, tensor).clone()
 
 
-def _everywhere(runner: Runner, index: int, layout: Layout, tensor: Tensor | None) -> Tensor:
-    """A stage's tensor gathered and given to all ranks."""
+def _on_all_ranks(runner: Runner, index: int, layout: Layout, tensor: Tensor | None) -> Tensor:
+    """A stage's tensor gathered and broadcast to all ranks."""
     executor, part = runner.executors.get(index), runner.lowered.parts[index]
-    whole = executor.whole(layout, tensor).contiguous() if executor is not None and tensor is not None else None
+    whole = executor.gather_full(layout, tensor).contiguous() if executor is not None and tensor is not None else None
     if len(runner.lowered.places) == 1:
         assert whole is not None
         return whole

@@ -32,8 +32,8 @@ def check_precision_name(precision: str) -> None:
         raise InvalidInput(f"unknown precision '{precision}'{nearest(precision, PRECISIONS)}; known: {', '.join(PRECISIONS)}")
 
 
-def lowered_for(graph: Graph, plan: Plan, *, precision: str, device: str) -> LoweredPlan:
-    """A plan lowered as it runs in a precision on a kind of device."""
+def lower_for_precision(graph: Graph, plan: Plan, *, precision: str, device: str) -> LoweredPlan:
+    """Lower a plan as it runs in a precision on a kind of device."""
     computed = as_computed(graph, precision, device)
     plan.check(graph)
     return lower_plan(computed, transferred(plan, graph, computed))

@@ -16,24 +16,24 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Body = Callable[[bool], Sequence[Any]]
-"""Runs the segment; told whether it is the second time."""
+"""Runs the segment; the argument: whether it is the second run."""
 
 
-def recomputed(body: Body) -> Sequence[Any]:
-    """The results of a function of tensors at hand, whose activations are not kept."""
+def run_without_saving(body: Body) -> Sequence[Any]:
+    """Run a segment whose activations autograd does not save, and return its results."""
     if not torch.is_grad_enabled():
         return body(False)
     segment = _Segment(body)
     with saved_tensors_hooks(segment.pack, segment.unpack):
         results = body(False)
-    hook = _refilling(segment)
+    hook = _refill_hook(segment)
     for result in results:
         if isinstance(result, Tensor) and result.requires_grad:
             result.register_hook(hook)
     return results
 
 
-def _refilling(segment: _Segment) -> Callable[[Tensor], None]:
+def _refill_hook(segment: _Segment) -> Callable[[Tensor], None]:
     """The hook of all results. It holds the segment until the first of them calls it: a rank that has saved nothing must take
     part in the exchanges of the second run too. Longer it must not: hooks live as long as the graph, a segment only until
     all that was saved for it has been used."""
@@ -52,28 +52,28 @@ class _Segment:
     def __init__(self, body: Body) -> None:
         self.body, self.count = body, 0
         self.saved: dict[int, Tensor] = {}
-        self.filled = False
+        self.has_rerun = False
 
     def pack(self, tensor: Tensor) -> int:
         self.count += 1
         return self.count - 1
 
     def unpack(self, number: int) -> Tensor:
-        assert self.filled, "backward reached a segment without its results' gradients"
-        return self.saved.pop(number)  # asked for once, by an op's backward: then nobody needs it any more
+        assert self.has_rerun, "backward reached a segment without its results' gradients"
+        return self.saved.pop(number)  # an op's backward unpacks it once
 
     def refill(self) -> None:
         """Run the segment again and keep what it saves."""
-        self.filled = True
-        with torch.enable_grad(), saved_tensors_hooks(self._keep, _never):
+        self.has_rerun = True
+        with torch.enable_grad(), saved_tensors_hooks(self._store, _refuse_unpack):
             self.body(True)
         assert len(self.saved) == self.count, f"a segment saved {self.count} tensors first and {len(self.saved)} now"
 
-    def _keep(self, tensor: Tensor) -> int:
+    def _store(self, tensor: Tensor) -> int:
         """Without its history: that holds these hooks, they this segment, and so nothing would ever be freed."""
         self.saved[len(self.saved)] = tensor.detach()
         return -1
 
 
-def _never(number: int) -> Tensor:
+def _refuse_unpack(number: int) -> Tensor:
     raise AssertionError("the graph of a second run has no backward")

@@ -23,7 +23,7 @@ from fourfold.plans.spec.plan import check_runnable
 from fourfold.runtime.comm.journal import Journal
 from fourfold.runtime.comm.world import World, running_placement
 from fourfold.runtime.execution.clock import Clock, Mark
-from fourfold.runtime.execution.executor import Executor, FullTensor
+from fourfold.runtime.execution.executor import Executor, LoadPart
 from fourfold.runtime.execution.feeds import Feeder, Feeds
 from fourfold.runtime.execution.precision import PRECISIONS
 from fourfold.runtime.execution.stage_transport import StageTransport, TransportName, gradient_of
@@ -34,7 +34,7 @@ from fourfold.timeline import Event
 
 
 @dataclass
-class Held:
+class MicrobatchInFlight:
     """A micro-batch between its forward and its backward on one stage."""
 
     leaves: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Held:
 
 @dataclass
 class Outcome:
-    """What one step gave on this rank: the global loss, and its own shares of the micro-batches' losses and outputs."""
+    """The results of a step on this rank: the global loss, and its own shares of the micro-batches' losses and outputs."""
 
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     losses: list[Tensor] = field(default_factory=list)
@@ -53,12 +53,12 @@ class Outcome:
 
 
 class Runner:
-    """This rank's share of a pipeline."""
+    """The stages of a plan that this rank takes part in, and the schedule by which it runs them."""
 
     def __init__(
         self,
         lowered: LoweredPlan,
-        load: Callable[[World], FullTensor],
+        load: Callable[[World], LoadPart],
         *,
         device: torch.device | None = None,
         precision: str = "fp32",
@@ -71,195 +71,200 @@ class Runner:
         check_runnable(lowered.plan)
         self.lowered, self.plan, self.trains = lowered, lowered.plan, trains
         self.device = device or torch.device("cpu")
-        self.world = World.shared(Mesh.of(all=self.plan.size), self.device)
+        self.world = World.of_all_ranks(Mesh.of(all=self.plan.size), self.device)
         self.rank, self.randomness = self.world.rank, randomness or Randomness()
         self.journal, self.placement = Journal(), running_placement(self.device, self.plan.size)
-        self.world = self.world.along(self.placement, self.plan.policy, self.journal)
+        self.world = self.world.for_run(self.placement, self.plan.policy, self.journal)
         self.lists = lowered.lists(self.placement, precision, trains=trains)
         counts = lowered.counters(self.placement, precision)
         self.executors: dict[int, Executor] = {}
         self.slices: dict[int, Zero1Slices] = {}
         self.counters: dict[int, Executor] = {}
         for part in lowered.parts:
-            self._join(part, load, counts, PRECISIONS[precision])
-        self.tasks = lowered.rank_schedule(self.rank)
+            self._add_stage(part, load, counts, PRECISIONS[precision])
+        self.actions = lowered.rank_schedule(self.rank)
         self.feeder = Feeder(lowered, self.executors, self.counters)
         self.transport = StageTransport(
             lowered, self.executors, rank=self.rank, device=self.device, journal=self.journal, transport=transport
         )
-        self._run: dict[str, Callable[[StageAction], None]] = {
-            "listen": lambda task: self.transport.listen(),
+        self._run = self._functions()
+        self.needs_warm_up = self.device.type == "cuda" and len(lowered.places) > 1
+        self._reset({})
+
+    def _functions(self) -> dict[str, Callable[[StageAction], None]]:
+        """By kind of action, the function that runs it."""
+        return {
+            "listen": lambda action: self.transport.listen(),
             "begin": self._begin,
             "F": self._forward,
             "B": self._backward,
             "receive": self.transport.receive,
-            "send": lambda task: self.transport.send(task, self.made),
-            "reduce": lambda task: self.executors[task.stage].finish(),
-            "tie": lambda task: self.transport.add_ties(),
+            "send": lambda action: self.transport.send(action, self.outgoing),
+            "reduce": lambda action: self.executors[action.stage].finish(),
+            "tie": lambda action: self.transport.add_ties(),
             "loss": self._loss,
         }
-        self.cold = self.device.type == "cuda" and len(lowered.places) > 1
-        self._reset({})
 
-    def _join(
-        self, part: LoweredStage, load: Callable[[World], FullTensor], counts: Lists, dtypes: Mapping[str, torch.dtype]
+    def _add_stage(
+        self, part: LoweredStage, load: Callable[[World], LoadPart], counts: Lists, dtypes: Mapping[str, torch.dtype]
     ) -> None:
         alone = len(self.lowered.parts) == 1
         mesh, ranks = part.stage.mesh, part.stage.ranks
-        world = World.shared(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
+        world = World.of_all_ranks(mesh, self.device) if alone else World.of_stage(mesh, ranks, self.device)
         if world is None:
             return
         if self.device.type == "cuda" and not alone:
             world.connect()
-        world = world.along(self.placement, self.plan.policy, self.journal)
+        world = world.for_run(self.placement, self.plan.policy, self.journal)
         lists = {size: self.lists[part.index, size] for size in part.programs}
-        executor = Executor(lists, world, self._apart(load(world)), dtypes=dtypes, randomness=self.randomness)
+        executor = Executor(lists, world, self._clone_tied(load(world)), dtypes=dtypes, randomness=self.randomness)
         self.executors[part.index] = executor
         if self.trains:
             self.slices[part.index] = Zero1Slices(lists[self.plan.sizes[0]], executor.state, world)
         if part.index in self.lowered.counts:
             counting = {size: counts[part.index, size] for size in part.programs}
-            self.counters[part.index] = Executor(counting, world, _shared(executor, load(world)), dtypes=dtypes)
+            self.counters[part.index] = Executor(counting, world, _load_from(executor, load(world)), dtypes=dtypes)
 
-    def _apart(self, load: FullTensor) -> FullTensor:
-        """Of a tied parameter, a further copy on this rank has memory of its own, since each is updated."""
+    def _clone_tied(self, load: LoadPart) -> LoadPart:
+        """Give a further copy of a tied parameter on this rank memory of its own, since each copy is updated."""
         held = {executor.keys[name] for executor in self.executors.values() for name in executor.state}
         if not self.trains or not held:
             return load
         return lambda key, layout: load(key, layout).clone() if key in held else load(key, layout)
 
     def _reset(self, tensors: Mapping[str, Tensor]) -> None:
-        self.given = tensors
-        self.held: dict[tuple[int, int], Held] = {}
-        self.came: dict[str, Tensor] | None = None  # for the next compute action, if it was waited for already
-        self.made: dict[str, Tensor] = {}  # by the last one, for the sends that follow it
+        self.batch = tensors
+        self.in_flight: dict[tuple[int, int], MicrobatchInFlight] = {}
+        self.received_early: dict[str, Tensor] | None = None  # the next compute action's, if it was timed while waiting
+        self.outgoing: dict[str, Tensor] = {}  # results of the last compute action, for the sends after it
         self.feeds: Feeds = {}
-        self.marked: list[tuple[str, str, Mark, Mark]] = []
+        self.marks: list[tuple[str, str, Mark, Mark]] = []
         self.outcome = Outcome()
 
     def forward_backward(self, tensors: Mapping[str, Tensor], *, outputs: bool = False, record: bool = False) -> Outcome:
         """One step's forwards and backwards; gradients are complete when it returns."""
         self._warm_up(tensors, backward=True)
         self._reset(tensors)
-        self.collect, self.record, self.clock = outputs, record, Clock(self.device)
-        for task in self.tasks:
-            if task.kind == "update":  # the optimizer's part, which the caller calls
+        self.collect_outputs, self.record, self.clock = outputs, record, Clock(self.device)
+        for action in self.actions:
+            if action.kind == "update":  # the optimizer's part, which the caller calls
                 break
-            if not record or task.kind in UNTIMED:
-                self._run[task.kind](task)
+            if not record or action.kind in UNTIMED:
+                self._run[action.kind](action)
                 continue
-            self._await(task)
+            self._await(action)
             start = self.clock.mark()
-            self._run[task.kind](task)
-            self._note(str(task), task.kind, start)
+            self._run[action.kind](action)
+            self._note(str(action), action.kind, start)
         for slices in self.slices.values():
             slices.take_gradients()
-        self.outcome.events = [self._event(*marked) for marked in self.marked]
+        self.outcome.events = [self._event(*mark) for mark in self.marks]
         return self.outcome
 
     @torch.no_grad()
     def forward(self, tensors: Mapping[str, Tensor]) -> Outcome:
-        """Forwards alone, of all micro-batches; this rank's outputs are kept."""
+        """Forwards alone, of all micro-batches; the result holds this rank's outputs."""
         self._warm_up(tensors, backward=False)
         self._reset(tensors)
-        self.collect = True
-        for task in self.tasks:
-            if task.kind in ("listen", "begin", "F", "loss") or (task.kind in ("receive", "send") and task.way == "F"):
-                self._run[task.kind](task)
-        self.held.clear()
+        self.collect_outputs = True
+        for action in self.actions:
+            if action.kind in ("listen", "begin", "F", "loss") or (action.kind in ("receive", "send") and action.way == "F"):
+                self._run[action.kind](action)
+        self.in_flight.clear()
         return self.outcome
 
     def _warm_up(self, tensors: Mapping[str, Tensor], *, backward: bool) -> None:
-        if self.cold:
-            self.cold = False
+        if self.needs_warm_up:
+            self.needs_warm_up = False
             warm_up(self, tensors, backward=backward)
 
-    def _begin(self, task: StageAction) -> None:
+    def _begin(self, action: StageAction) -> None:
         """A stage's step begins."""
-        self.executors[task.stage].begin()
-        if task.stage in self.slices:
-            self.slices[task.stage].clear_gradients()
-        self.feeds[task.stage] = self.feeder.fed(task.stage, self.given)
+        self.executors[action.stage].begin()
+        if action.stage in self.slices:
+            self.slices[action.stage].clear_gradients()
+        self.feeds[action.stage] = self.feeder.feeds_of(action.stage, self.batch)
 
     def _note(self, action: str, kind: str, start: Mark) -> None:
-        self.marked.append((action, kind, start, self.clock.mark()))
+        self.marks.append((action, kind, start, self.clock.mark()))
 
     def _event(self, action: str, kind: str, start: Mark, end: Mark) -> Event:
         seconds = self.clock.seconds
         return Event(rank=self.rank, action=action, kind=kind, start=seconds(start), end=seconds(end))
 
-    def _await(self, task: StageAction) -> None:
-        """Wait for what a compute action needs, as an event of its own."""
-        if task.kind in ("F", "B") and self.transport.has_receives(task):
+    def _await(self, action: StageAction) -> None:
+        """Wait for the tensors a compute action reads, as an event of its own."""
+        if action.kind in ("F", "B") and self.transport.has_receives(action):
             start = self.clock.mark()
-            self.came = self.transport.arrived(task)
-            self._note(str(task), "wait", start)
+            self.received_early = self.transport.take_received(action)
+            self._note(str(action), "wait", start)
 
-    def _arrived(self, task: StageAction) -> dict[str, Tensor]:
-        came, self.came = self.came, None
-        return self.transport.arrived(task) if came is None else came
+    def _take_received(self, action: StageAction) -> dict[str, Tensor]:
+        received, self.received_early = self.received_early, None
+        return self.transport.take_received(action) if received is None else received
 
-    def _forward(self, task: StageAction) -> None:
-        came, (stage, m) = self._arrived(task), (task.stage, task.microbatch)
+    def _forward(self, action: StageAction) -> None:
+        received, (stage, m) = self._take_received(action), (action.stage, action.microbatch)
         part, executor, live = self.lowered.parts[stage], self.executors[stage], self.lowered.cut.live
         self.randomness.microbatch = m
-        leaves = {n: t.detach().requires_grad_() for n, t in came.items() if n in live and torch.is_grad_enabled()}
-        out = executor.forward({**self.feeds[stage][m], **came, **leaves}, self.plan.sizes[m])  # of a rank's own: a leaf each
+        leaves = {n: t.detach().requires_grad_() for n, t in received.items() if n in live and torch.is_grad_enabled()}
+        env = {**self.feeds[stage][m], **received, **leaves}  # a tensor that this rank sends to itself is a leaf here, too
+        out = executor.forward(env, self.plan.sizes[m])
         loss = out[part.graph.loss] if part.graph.loss else None
         sent = dict.fromkeys(c.value for c in self.lowered.crossings if c.source == stage)
         edges = {n: get_gradient_edge(out[n]) for n in sent if n in live and out[n].requires_grad}
-        self.held[stage, m] = Held(leaves, edges, loss if loss is not None and loss.requires_grad else None)
-        self.made = {n: out[n].detach() for n in sent}
+        self.in_flight[stage, m] = MicrobatchInFlight(leaves, edges, loss if loss is not None and loss.requires_grad else None)
+        self.outgoing = {n: out[n].detach() for n in sent}
         if loss is not None:
             self.outcome.losses.append(loss.detach())
-        for name in part.graph.outputs if self.collect else ():
+        for name in part.graph.outputs if self.collect_outputs else ():
             if name in self.lowered.loss.graph.outputs:
                 self.outcome.outputs.setdefault(name, []).append(out[name].detach())
 
-    def _backward(self, task: StageAction) -> None:
-        came, held = self._arrived(task), self.held.pop((task.stage, task.microbatch))
-        self.randomness.microbatch = task.microbatch
-        starts: list[Any] = [held.edges[name] for name in came if name in held.edges]
-        grads: list[Tensor | None] = [came[name] for name in came if name in held.edges]
+    def _backward(self, action: StageAction) -> None:
+        received, held = self._take_received(action), self.in_flight.pop((action.stage, action.microbatch))
+        self.randomness.microbatch = action.microbatch
+        starts: list[Any] = [held.edges[name] for name in received if name in held.edges]
+        grads: list[Tensor | None] = [received[name] for name in received if name in held.edges]
         if held.loss is not None:
             starts.append(held.loss)
             grads.append(None)
-        self.executors[task.stage].backward(starts, grads, self.plan.sizes[task.microbatch], last=task.last)
-        self.made = {name: gradient_of(leaf) for name, leaf in held.leaves.items()}
+        self.executors[action.stage].backward(starts, grads, self.plan.sizes[action.microbatch], last=action.last)
+        self.outgoing = {name: gradient_of(leaf) for name, leaf in held.leaves.items()}
 
-    def _loss(self, task: StageAction) -> None:
-        """The global loss, on every rank; what was sent before is through by then."""
-        self.transport.post.finish()
+    def _loss(self, action: StageAction) -> None:
+        """The global loss, on every rank, after all earlier sends."""
+        self.transport.pending_sends.finish()
         last = self.lowered.last.index
         if last not in self.executors:
             self.outcome.loss = self.transport.receive_loss()
             return
-        self.outcome.loss = self.executors[last].total(torch.stack(self.outcome.losses).sum())
+        self.outcome.loss = self.executors[last].global_loss(torch.stack(self.outcome.losses).sum())
         self.transport.send_loss(self.outcome.loss)
 
-    def trained(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
+    def trained_parameters(self) -> Iterable[tuple[int, str, Tensor, Layout]]:
         """Stage, name, tensor and layout of everything on this rank that an optimizer updates."""
         for index, executor in self.executors.items():
             for name, tensor in executor.state.items():
                 if tensor.requires_grad:
                     yield index, name, tensor, executor.program.stored[name]
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        """What an optimizer is given, by state_dict key; a further copy on this rank has its stage in the name.
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The tensors for an optimizer, by state_dict key; a further copy on this rank has its stage in the name.
 
-        Under ZeRO-1 they are slices, and the optimizer must be `follow`ed.
+        Under ZeRO-1 they are slices; `gather_after_step` must be called with the optimizer.
         """
         out: dict[str, Tensor] = {}
-        for index, name, tensor, _ in self.trained():
+        for index, name, tensor, _ in self.trained_parameters():
             key, part = self.executors[index].keys[name], self.slices[index].slices.get(name, tensor)
             out[key if key not in out else f"{key}@stage{index}"] = part
         return list(out.items())
 
     @torch.no_grad()
-    def clip(self, most: float) -> Tensor:
-        """Scale the gradients so that the norm over the whole model is at most `most`: the norm before."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that the norm over the whole model is at most `max_norm`; returns the norm before."""
         total, grads = torch.zeros((), dtype=torch.float64, device=self.device), []
-        for index, name, tensor, layout in self.trained():
+        for index, name, tensor, layout in self.trained_parameters():
             if tensor.grad is None:
                 continue
             grads.append(tensor.grad)
@@ -272,29 +277,29 @@ class Runner:
             self.world.note("all_reduce", "collective", self.world.mesh.names, total.nbytes, "clip")
             dist.all_reduce(total)
         norm = total.sqrt()
-        scale = (most / (norm + 1e-6)).clamp(max=1.0)  # read by the device: the host does not wait for it
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # read by the device: the host does not wait for it
         for dtype in {grad.dtype for grad in grads}:
             torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype.to_real()))
         return norm
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """After each step of the optimizer, gather what other ranks have updated into this rank's copies."""
-        optimizer.register_step_post_hook(lambda *_: self._updated())
+    def gather_after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After each step of the optimizer, gather the slices that other ranks have updated into this rank's copies."""
+        optimizer.register_step_post_hook(lambda *_: self._gather_updates())
 
-    def _updated(self) -> None:
+    def _gather_updates(self) -> None:
         for index, executor in self.executors.items():
             self.journal.note("update", size=executor.updated_bytes)
             self.slices[index].gather()
 
-    def kept(self) -> list[Tensor]:
+    def persistent_tensors(self) -> list[Tensor]:
         """The tensors that stay on this rank between steps, its part of shared memory included."""
         executors = [*self.executors.values(), *self.counters.values()]
         areas = [slices.shared_areas for slices in self.slices.values()]
-        return [tensor for kept in (*(e.kept() for e in executors), *areas) for tensor in kept]
+        return [tensor for kept in (*(e.persistent_tensors() for e in executors), *areas) for tensor in kept]
 
 
-def _shared(executor: Executor, load: FullTensor) -> FullTensor:
-    """The tensors an executor has already, where they lie alike; the others are loaded."""
+def _load_from(executor: Executor, load: LoadPart) -> LoadPart:
+    """An executor's tensors where they have the same layout; the others are loaded."""
 
     def part(key: str, layout: Layout) -> Tensor:
         names = {executor.keys[name]: name for name in executor.state}

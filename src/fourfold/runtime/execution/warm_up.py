@@ -1,8 +1,8 @@
 """The stages of a rank run once on zeros before its first messages between stages.
 
 CUDA loads a kernel when it is first launched, and may wait for all that the device is doing before it does so: for a message,
-too, whose peer may be waiting for this rank. So every kernel is launched once while no message is under way. What a warm-up
-gives is thrown away; weights, buffers and random numbers stay as they were. Ranks of a stage warm up together, since they have
+too, whose peer may be waiting for this rank. So every kernel is launched once while no message is under way. A warm-up's
+results are dropped; weights, buffers and random numbers stay as they were. Ranks of a stage warm up together, since they have
 collectives in common.
 """
 
@@ -24,11 +24,11 @@ def warm_up(runner: Runner, tensors: Mapping[str, Tensor], *, backward: bool) ->
     for index, executor in runner.executors.items():
         buffers = {p.name for p in executor.program.graph.parameters if p.buffer} & executor.state.keys()
         before = {name: executor.state[name].clone() for name in buffers}
-        feeds = dict(zip(runner.plan.sizes, runner.feeder.fed(index, tensors), strict=True))
+        feeds = dict(zip(runner.plan.sizes, runner.feeder.feeds_of(index, tensors), strict=True))
         for size, feed in feeds.items():
             executor.begin()
             _run(runner, index, size, feed, backward=backward)
-            executor.written.clear()
+            executor.buffer_updates.clear()
             if backward:
                 executor.finish()
         for name, value in before.items():  # some ops write buffers in place
@@ -42,9 +42,9 @@ def _run(runner: Runner, index: int, size: int, feed: Mapping[str, Tensor], *, b
     """Forward and backward of one micro-batch."""
     lowered, executor = runner.lowered, runner.executors[index]
     read = dict.fromkeys(c.value for c in lowered.crossings if c.target == index)
-    given = {name: _zeros(runner, index, name, size, differentiable=backward and name in lowered.cut.live) for name in read}
+    received = {name: _zeros(runner, index, name, size, differentiable=backward and name in lowered.cut.live) for name in read}
     with torch.set_grad_enabled(backward):
-        out = executor.forward({**feed, **given}, size)
+        out = executor.forward({**feed, **received}, size)
     if not backward:
         return
     sent = dict.fromkeys(c.value for c in lowered.crossings if c.source == index)
@@ -55,8 +55,8 @@ def _run(runner: Runner, index: int, size: int, feed: Mapping[str, Tensor], *, b
 
 
 def _zeros(runner: Runner, index: int, name: str, size: int, *, differentiable: bool) -> Tensor:
-    """What a stage receives, all zero."""
+    """A tensor that a stage receives, all zero."""
     layout = runner.lowered.stage_tensor(index, name, size).layout
     shape = layout.local_shape(runner.executors[index].world.coords)
-    made = torch.zeros(shape, dtype=runner.transport.dtype(name), device=runner.device)
-    return made.requires_grad_() if differentiable else made
+    zeros = torch.zeros(shape, dtype=runner.transport.dtype(name), device=runner.device)
+    return zeros.requires_grad_() if differentiable else zeros

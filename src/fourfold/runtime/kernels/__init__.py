@@ -15,11 +15,11 @@ from fourfold.runtime.kernels import (
     rows,
     shape,
 )
-from fourfold.runtime.kernels.base import Local, Randomness, build
+from fourfold.runtime.kernels.base import Randomness, RankContext, build
 
 __all__ = [
-    "Local",
     "Randomness",
+    "RankContext",
     "attention",
     "build",
     "conv",

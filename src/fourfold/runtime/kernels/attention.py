@@ -13,18 +13,18 @@ from fourfold.plans.layout.layout import Layout
 from fourfold.plans.layout.ownership import Own
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Local, Run, is_split, joint_kernel, kernel
+from fourfold.runtime.kernels.base import RankContext, Run, is_split, joint_kernel, kernel
 from fourfold.runtime.kernels.random import drop
 
 
 def joint_log_softmax(x: Tensor, dim: int, world: World, axes: tuple[str, ...]) -> Tensor:
     """log-softmax of a dim divided along some axes; no gradient of its own."""
-    top = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_kept(x, dim), -math.inf)
-    shifted = x - world.maximum(top, axes)
-    return shifted - world.summed(shifted.exp().sum(dim, keepdim=True), axes).log()
+    top = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_reduced_shape(x, dim), -math.inf)
+    shifted = x - world.all_reduce_max(top, axes)
+    return shifted - world.all_reduce(shifted.exp().sum(dim, keepdim=True), axes).log()
 
 
-def _kept(x: Tensor, dim: int) -> list[int]:
+def _reduced_shape(x: Tensor, dim: int) -> list[int]:
     return [1 if d == dim else s for d, s in enumerate(x.shape)]
 
 
@@ -40,7 +40,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (y,), g = ctx.saved_tensors, grads[0]
-        total = ctx.world.summed((g if ctx.log else g * y).sum(ctx.dim, keepdim=True), ctx.axes)
+        total = ctx.world.all_reduce((g if ctx.log else g * y).sum(ctx.dim, keepdim=True), ctx.axes)
         return (g - y.exp() * total) if ctx.log else y * (g - total), None, None, None, None
 
 
@@ -50,13 +50,13 @@ def log_softmax(x: Tensor, dim: int, world: World, axes: tuple[str, ...]) -> Ten
 
 
 @joint_kernel("softmax")
-def softmax(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def softmax(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     world, dim, log = local.world, step.nest.detail["dim"], step.nest.detail["log"]
     return lambda x: _Softmax.apply(x, dim, world, axes, log)  # type: ignore[no-untyped-call]
 
 
 @kernel("attention")
-def attention(step: Compute, local: Local) -> Run:
+def attention(step: Compute, local: RankContext) -> Run:
     detail = step.nest.detail
     rows = list(local.box(step.gives[0])[2])
     keys = step.needs[1].shape[2]
@@ -77,19 +77,21 @@ def attention(step: Compute, local: Local) -> Run:
         bias = mask[0] if mask_given else visible
         if pick is not None:
             k, v = k.index_select(1, pick), v.index_select(1, pick)
-        shared = q.shape[1] != k.shape[1]
+        enable_gqa = q.shape[1] != k.shape[1]
         if detail["dropout"]:
-            return _drop_attention(q, k, v, bias, step, local, shared)
+            return _drop_attention(q, k, v, bias, step, local, enable_gqa)
         return F.scaled_dot_product_attention(
-            q, k, v, bias, is_causal=causal and bias is None, scale=detail["scale"], enable_gqa=shared
+            q, k, v, bias, is_causal=causal and bias is None, scale=detail["scale"], enable_gqa=enable_gqa
         )
 
     return run
 
 
-def _drop_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: Local, shared: bool) -> Tensor:
-    """Attention written out, so that its dropout mask can be ours."""
-    if shared:
+def _drop_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, step: Compute, local: RankContext, enable_gqa: bool
+) -> Tensor:
+    """Attention written out, because its dropout mask is drawn by `drop`."""
+    if enable_gqa:
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     scale = step.nest.detail["scale"] or 1 / math.sqrt(q.shape[-1])

@@ -1,4 +1,4 @@
-"""How a rank runs its share of one op: a registry of builders, and what they share.
+"""How a rank runs its share of one op: a registry of builders, and their common parts.
 
 A builder looks once at a `Compute` step and this rank's place and returns a function of local tensors. Most ops need
 none: the plain ATen call on local tensors is their share. A shard that holds nothing never calls a kernel (some return
@@ -26,8 +26,8 @@ from fourfold.runtime.comm.exchange import is_inexact, take
 from fourfold.runtime.comm.world import World
 
 Run = Callable[..., Any]
-Builder = Callable[[Compute, "Local"], Run]
-JointBuilder = Callable[[Compute, "Local", tuple[str, ...]], Run]
+Builder = Callable[[Compute, "RankContext"], Run]
+JointBuilder = Callable[[Compute, "RankContext", tuple[str, ...]], Run]
 
 _BUILDERS: dict[str, Builder] = {}
 
@@ -46,7 +46,7 @@ def joint_kernel(*names: str) -> Callable[[JointBuilder], Builder]:
     does, the op runs plain."""
 
     def register(builder: JointBuilder) -> Builder:
-        def build_joint(step: Compute, local: Local) -> Run:
+        def build_joint(step: Compute, local: RankContext) -> Run:
             axes = step.axes_of("joint")
             if not axes:
                 return plain(step, local)
@@ -74,8 +74,8 @@ class Randomness:
 
 
 @dataclass(frozen=True)
-class Local:
-    """What builders know of this rank."""
+class RankContext:
+    """This rank as kernels see it: its place in the mesh, its dtypes, its random numbers."""
 
     world: World
     randomness: Randomness = field(default_factory=Randomness)
@@ -119,25 +119,25 @@ class Local:
 class Arguments:
     """The call of an op with tensors filled in: parsed once, applied every step."""
 
-    def __init__(self, step: Compute, local: Local) -> None:
+    def __init__(self, step: Compute, local: RankContext) -> None:
         self.args = local.literal(step.op.args)
         self.kwargs = local.literal(step.op.kwargs)
-        self.flat = not any(isinstance(a, (tuple, dict)) and _has_ref(a) for a in (*self.args, *self.kwargs.values()))
-        self.at = [i for i, a in enumerate(self.args) if isinstance(a, Ref)]
-        self.named = [k for k, a in self.kwargs.items() if isinstance(a, Ref)]
+        self.is_flat = not any(isinstance(a, (tuple, dict)) and _has_ref(a) for a in (*self.args, *self.kwargs.values()))
+        self.positions = [i for i, a in enumerate(self.args) if isinstance(a, Ref)]
+        self.keywords = [k for k, a in self.kwargs.items() if isinstance(a, Ref)]
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        if not self.flat:
+        if not self.is_flat:
             it = iter(tensors)
             args = map_leaves(self.args, lambda leaf: next(it) if isinstance(leaf, Ref) else leaf)
             return list(args), map_leaves(self.kwargs, lambda leaf: next(it) if isinstance(leaf, Ref) else leaf)
         args = list(self.args)
-        for position, tensor in zip(self.at, tensors, strict=False):
+        for position, tensor in zip(self.positions, tensors, strict=False):
             args[position] = tensor
-        if not self.named:
+        if not self.keywords:
             return args, self.kwargs
         kwargs = dict(self.kwargs)
-        for name, tensor in zip(self.named, tensors[len(self.at) :], strict=True):
+        for name, tensor in zip(self.keywords, tensors[len(self.positions) :], strict=True):
             kwargs[name] = tensor
         return args, kwargs
 
@@ -156,8 +156,8 @@ def overload(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, library), name), variant)
 
 
-class _Attached(torch.autograd.Function):
-    """A value that depends on tensors in name only: their gradients are zero, but they have one."""
+class _Attach(torch.autograd.Function):
+    """A value whose backward gives some tensors the gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *tensors: Tensor) -> Tensor:
@@ -170,23 +170,23 @@ class _Attached(torch.autograd.Function):
         return grads[0], *zeros
 
 
-def attached(value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """`value`, made to depend on `tensors` with zero gradient."""
+def attach(value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """`value` with `tensors` attached to its graph: its backward gives them the gradient zero."""
     if is_inexact(value) and any(t.requires_grad for t in tensors):
-        return _Attached.apply(value, *tensors)  # type: ignore[no-untyped-call]
+        return _Attach.apply(value, *tensors)  # type: ignore[no-untyped-call]
     return value
 
 
-def build(step: Compute, local: Local) -> Run:
-    """This rank's way to run a step."""
+def build(step: Compute, local: RankContext) -> Run:
+    """The function that runs this rank's share of a step."""
     shapes = [local.shape(layout) for layout in step.gives]
     collective = bool(step.axes_of("joint"))
     if not collective and step.op.operands and all(math.prod(shape) == 0 for shape in shapes) and shapes:
-        return _nothing(step, local, shapes)
+        return _build_empty(step, local, shapes)
     return _BUILDERS.get(step.nest.kernel, plain)(step, local)
 
 
-def _nothing(step: Compute, local: Local, shapes: list[tuple[int, ...]]) -> Run:
+def _build_empty(step: Compute, local: RankContext, shapes: list[tuple[int, ...]]) -> Run:
     specs = [_result_dtype(step, local, i) for i in range(len(shapes))]
 
     def run(*tensors: Tensor) -> Any:
@@ -194,25 +194,26 @@ def _nothing(step: Compute, local: Local, shapes: list[tuple[int, ...]]) -> Run:
         for shape, name in zip(shapes, specs, strict=True):
             first = next((t for t in tensors if is_inexact(t)), None)
             dtype = first.dtype if first is not None and name is None else (name or torch.get_default_dtype())
-            out.append(attached(torch.zeros(shape, dtype=dtype, device=local.device), tensors))
-        return out[0] if len(out) == 1 and len(step.op.results) == 1 and not _many(step) else tuple(out)
+            out.append(attach(torch.zeros(shape, dtype=dtype, device=local.device), tensors))
+        return out[0] if len(out) == 1 and len(step.op.results) == 1 and not _returns_tuple(step) else tuple(out)
 
     return run
 
 
-def _many(step: Compute) -> bool:
+def _returns_tuple(step: Compute) -> bool:
     return step.op.results[0] != step.op.name
 
 
-def _result_dtype(step: Compute, local: Local, index: int) -> torch.dtype | None:
+def _result_dtype(step: Compute, local: RankContext, index: int) -> torch.dtype | None:
     name = step.dtypes[index]
     return None if name.startswith("float") and name != "float64" and not local.dtypes else local.dtype(name)
 
 
 @kernel("plain", "replicated")
-def plain(step: Compute, local: Local) -> Run:
+def plain(step: Compute, local: RankContext) -> Run:
     arguments, call = Arguments(step, local), overload(step.op.target)
-    if arguments.flat and not arguments.named and arguments.at == list(range(len(arguments.args))) and not arguments.kwargs:
+    all_tensors = arguments.positions == list(range(len(arguments.args)))
+    if arguments.is_flat and all_tensors and not arguments.kwargs:
         return call
 
     def run(*tensors: Tensor) -> Any:
@@ -228,9 +229,8 @@ def is_split(step: Compute, loop: str) -> bool:
     return any(name == loop or name in tied for name in step.choice.values() if name is not None)
 
 
-def adds_once(step: Compute, local: Local) -> bool:
-    """Whether this rank adds what must be added once (a bias) along the axes that split a summed loop: the first with a
-    share."""
+def adds_bias(step: Compute, local: RankContext) -> bool:
+    """Whether this rank adds the bias: along the axes that split a summed loop only the first rank with a share does."""
     axes = step.axes_of("sum")
     if not axes:
         return True

@@ -10,31 +10,31 @@ from torch import Tensor
 
 from fourfold.ops.nest import Window
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, adds_once, attached, is_split, kernel
+from fourfold.runtime.kernels.base import RankContext, Run, adds_bias, attach, is_split, kernel
 
 _CONV = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 _TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 
 
-def _groups(step: Compute, local: Local) -> int:
+def _groups(step: Compute, local: RankContext) -> int:
     if not any(loop.name == "g" for loop in step.nest.loops):
         return 1
     return len(step.loops["g"].at(local.world.coords))
 
 
-def _bias_apart(step: Compute, local: Local, y: Tensor, rest: tuple[Tensor, ...], adds: bool, count: int) -> Tensor:
-    """Add the bias on the one rank that has to; the others depend on it in name."""
+def _add_bias(step: Compute, local: RankContext, y: Tensor, rest: tuple[Tensor, ...], adds: bool, count: int) -> Tensor:
+    """Add the bias on one rank; the others only attach it to their graph."""
     if not rest:
         return y
-    return y + rest[0].view(-1, *(1,) * count) if adds else attached(y, rest)
+    return y + rest[0].view(-1, *(1,) * count) if adds else attach(y, rest)
 
 
 @kernel("conv")
-def conv(step: Compute, local: Local) -> Run:
+def conv(step: Compute, local: RankContext) -> Run:
     detail, count = step.nest.detail, len(step.nest.detail["kernel"])
     call, groups = _CONV[count], _groups(step, local)
     stride, dilation = list(detail["stride"]), list(detail["dilation"])
-    adds, shape = adds_once(step, local), local.shape(step.gives[0])
+    adds, shape = adds_bias(step, local), local.shape(step.gives[0])
     padding, before_after = [0] * count, [0] * (2 * count)
     for i, (low, high) in enumerate(detail["padding"]):
         at = 2 * (count - 1 - i)
@@ -55,23 +55,23 @@ def conv(step: Compute, local: Local) -> Run:
         if plain:
             return call(x, w, bias[0] if bias else None, stride, padding, dilation, groups)
         if empty:
-            y = attached(x.new_zeros(shape), (x, w))
+            y = attach(x.new_zeros(shape), (x, w))
         else:
             padded = F.pad(x, before_after) if any(before_after) else x
             if adds:
                 return call(padded, w, bias[0] if bias else None, stride, padding, dilation, groups)
             y = call(padded, w, None, stride, padding, dilation, groups)
-        return _bias_apart(step, local, y, bias, adds, count)
+        return _add_bias(step, local, y, bias, adds, count)
 
     return run
 
 
 @kernel("conv_transpose")
-def conv_transpose(step: Compute, local: Local) -> Run:
+def conv_transpose(step: Compute, local: RankContext) -> Run:
     detail, count = step.nest.detail, len(step.nest.detail["kernel"])
     call, groups = _TRANSPOSED[count], _groups(step, local)
     stride, dilation, kernel_size = list(detail["stride"]), list(detail["dilation"]), detail["kernel"]
-    adds, shape = adds_once(step, local), local.shape(step.gives[0])
+    adds, shape = adds_bias(step, local), local.shape(step.gives[0])
     padding, extra, crop = list(detail["padding"]), [0] * count, [0] * (2 * count)
     for i in range(count):
         size, out = step.needs[0].dims[2 + i].size, step.gives[0].dims[2 + i].size
@@ -90,10 +90,10 @@ def conv_transpose(step: Compute, local: Local) -> Run:
         if plain:
             return call(x, w, bias[0] if bias else None, stride, padding, extra, groups, dilation)
         if empty:
-            y = attached(x.new_zeros(shape), (x, w))
+            y = attach(x.new_zeros(shape), (x, w))
         else:
             y = call(x, w, None, stride, padding, extra, groups, dilation)
             y = F.pad(y, crop) if any(crop) else y
-        return _bias_apart(step, local, y, bias, adds, count)
+        return _add_bias(step, local, y, bias, adds, count)
 
     return run

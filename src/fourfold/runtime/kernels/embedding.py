@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fourfold.index import IndexSet
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Arguments, Local, Run, is_split, kernel, overload, plain
+from fourfold.runtime.kernels.base import Arguments, RankContext, Run, is_split, kernel, overload, plain
 
 
-def places(held: IndexSet, local: Local) -> Tensor:
+def local_rows(held: IndexSet, local: RankContext) -> Tensor:
     """Global row -> local row, -1 where another rank holds it."""
     place = torch.full((held.size,), -1, dtype=torch.long, device=local.device)
     place[torch.tensor(list(held), dtype=torch.long, device=local.device)] = torch.arange(len(held), device=local.device)
@@ -21,12 +21,12 @@ def places(held: IndexSet, local: Local) -> Tensor:
 
 
 @kernel("embedding")
-def embedding(step: Compute, local: Local) -> Run:
+def embedding(step: Compute, local: RankContext) -> Run:
     table = local.box(step.needs[0])[0]
     padding = step.nest.detail["padding"]
     if not is_split(step, "v"):
         return plain(step, local)
-    place = places(table, local)
+    place = local_rows(table, local)
     pad = int(place[padding]) if padding >= 0 else -1
 
     def run(weight: Tensor, ids: Tensor) -> Tensor:
@@ -40,16 +40,16 @@ def embedding(step: Compute, local: Local) -> Run:
 
 
 @kernel("index")
-def index(step: Compute, local: Local) -> Run:
+def index(step: Compute, local: RankContext) -> Run:
     """Along a divided dim of the source the fetch has brought just the rows that the local indices name."""
     held = local.box(step.needs[0])
-    moves = {k: places(held[d], local) for k, d in enumerate(step.nest.detail["dims"]) if not held[d].is_whole}
-    if not moves:
+    rows_by_operand = {k: local_rows(held[d], local) for k, d in enumerate(step.nest.detail["dims"]) if not held[d].is_whole}
+    if not rows_by_operand:
         return plain(step, local)
     arguments, call = Arguments(step, local), overload(step.op.target)
 
     def run(x: Tensor, *indices: Tensor) -> Any:
-        here = [moves[k][i] if k in moves else i for k, i in enumerate(indices)]
+        here = [rows_by_operand[k][i] if k in rows_by_operand else i for k, i in enumerate(indices)]
         args, kwargs = arguments.fill((x, *here))
         return call(*args, **kwargs)
 

@@ -6,28 +6,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, adds_once, attached, kernel, plain
+from fourfold.runtime.kernels.base import RankContext, Run, adds_bias, attach, kernel, plain
 
 
 @kernel("linear")
-def linear(step: Compute, local: Local) -> Run:
-    if adds_once(step, local):
+def linear(step: Compute, local: RankContext) -> Run:
+    if adds_bias(step, local):
         return F.linear
 
     def run(x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
-        return attached(F.linear(x, w), bias)
+        return attach(F.linear(x, w), bias)
 
     return run
 
 
 @kernel("addmm")
-def addmm(step: Compute, local: Local) -> Run:
-    if adds_once(step, local):
+def addmm(step: Compute, local: RankContext) -> Run:
+    if adds_bias(step, local):
         return plain(step, local)
     alpha = step.op.kwargs.get("alpha", 1)
 
     def run(bias: Tensor, x: Tensor, w: Tensor) -> Tensor:
         y = x @ w
-        return attached(y if alpha == 1 else y * alpha, (bias,))
+        return attach(y if alpha == 1 else y * alpha, (bias,))
 
     return run

@@ -13,11 +13,11 @@ from fourfold.ops.loss import MEAN, NONE, SUM
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
 from fourfold.runtime.kernels.attention import joint_log_softmax, log_softmax
-from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel, overload, plain
+from fourfold.runtime.kernels.base import Arguments, RankContext, Run, kernel, overload, plain
 from fourfold.runtime.kernels.reduce import joint_sum
 
 
-class _PickedLoss(torch.autograd.Function):
+class _JointNllLoss(torch.autograd.Function):
     """Negative log-likelihood with the classes divided along some axes; the result is the same on all ranks of a group."""
 
     @staticmethod
@@ -27,7 +27,7 @@ class _PickedLoss(torch.autograd.Function):
         index = at.clamp(min=0).unsqueeze(1)
         picked = logp.gather(1, index) * mine if x.shape[1] else x.new_zeros(index.shape)
         ctx.save_for_backward(logp, index, mine)
-        return -world.summed(picked, axes).squeeze(1)
+        return -world.all_reduce(picked, axes).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -40,14 +40,14 @@ class _PickedLoss(torch.autograd.Function):
 
 
 @kernel("cross_entropy")
-def cross_entropy(step: Compute, local: Local) -> Run:
+def cross_entropy(step: Compute, local: RankContext) -> Run:
     detail, sums = step.nest.detail, step.axes_of("sum")
     classes = step.axes_of("joint")
     if not sums and not classes:
         return plain(step, local)
     arguments = Arguments(step, local)
     if sums:
-        local.world.group(sums)  # made now, by all ranks
+        local.world.group(sums)  # created now, because all ranks must take part
     divided = _Classes.of(step, local, classes) if classes else None
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     spatial = 1
@@ -94,7 +94,7 @@ def _denominator(
     valid, safe = _valid(target, detail)
     with torch.no_grad():
         count = valid.sum().to(total.dtype) if weight is None else (weight[safe] * valid).sum().to(total.dtype)
-        return world.summed(count, axes) if axes else count
+        return world.all_reduce(count, axes) if axes else count
 
 
 def _valid(target: Tensor, detail: Any) -> tuple[Tensor, Tensor]:
@@ -113,8 +113,8 @@ class _Classes:
     owned: Tensor
 
     @staticmethod
-    def of(step: Compute, local: Local, axes: tuple[str, ...]) -> _Classes:
-        local.world.group(axes)  # made now, by all ranks
+    def of(step: Compute, local: RankContext, axes: tuple[str, ...]) -> _Classes:
+        local.world.group(axes)  # created now, because all ranks must take part
         owned = torch.tensor(list(local.box(step.needs[0])[1]), dtype=torch.long, device=local.device)
         place = torch.full((step.needs[0].shape[1],), -1, dtype=torch.long, device=local.device)
         place[owned] = torch.arange(len(owned), device=local.device)
@@ -128,10 +128,10 @@ class _Classes:
         valid, safe = _valid(target, detail)
         factor = valid.to(x.dtype) if weight is None else valid * weight[safe]
         if detail["logits"] and not smooth:
-            picked = _PickedLoss.apply(x, self.place[safe], self.world, self.axes)  # type: ignore[no-untyped-call]
+            picked = _JointNllLoss.apply(x, self.place[safe], self.world, self.axes)  # type: ignore[no-untyped-call]
             return picked * factor
         logp = log_softmax(x, 1, self.world, self.axes) if detail["logits"] else x
-        loss = -self._picked(logp, self.place[safe]) * factor
+        loss = -self._at_targets(logp, self.place[safe]) * factor
         return (1 - smooth) * loss - smooth / len(self.place) * self._sum(logp, weight) * valid if smooth else loss
 
     def _sum(self, terms: Tensor, weight: Tensor | None) -> Tensor:
@@ -140,7 +140,7 @@ class _Classes:
             terms = terms * weight[self.owned].view(-1, *(1,) * (terms.dim() - 2))
         return joint_sum(terms.sum(1), self.world, self.axes)
 
-    def _picked(self, logp: Tensor, at: Tensor) -> Tensor:
+    def _at_targets(self, logp: Tensor, at: Tensor) -> Tensor:
         """The value of each target's class."""
         if not len(self.owned):
             return joint_sum(logp.sum(1), self.world, self.axes)
@@ -149,7 +149,7 @@ class _Classes:
 
 
 @kernel("elementwise_loss")
-def elementwise_loss(step: Compute, local: Local) -> Run:
+def elementwise_loss(step: Compute, local: RankContext) -> Run:
     detail = step.nest.detail
     if not step.axes_of("sum"):
         return plain(step, local)

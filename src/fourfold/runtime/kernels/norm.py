@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Arguments, Local, Run, attached, joint_kernel, kernel, overload, plain
+from fourfold.runtime.kernels.base import Arguments, RankContext, Run, attach, joint_kernel, kernel, overload, plain
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """Who brings how many values to one statistic: the ranks along some axes."""
+    """The number of values that each rank along some axes contributes to one statistic."""
 
     world: World
     axes: tuple[str, ...]
@@ -38,8 +38,8 @@ class _Shares:
     def counts_on_device(self) -> Tensor:
         return torch.tensor(self.counts, dtype=torch.int32, device=self.world.device)
 
-    def summed(self, tensor: Tensor) -> Tensor:
-        return self.world.summed(tensor, self.axes)
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self.world.all_reduce(tensor, self.axes)
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -55,7 +55,7 @@ def _moments(rows: Tensor, shares: _Shares) -> tuple[Tensor, Tensor]:
         mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)  # much faster than var_mean on a CPU
     else:
         mean, variance = rows.new_zeros(rows.shape[1], dtype=dtype), rows.new_zeros(rows.shape[1], dtype=dtype)
-    parts = shares.world.gathered(torch.stack([mean, variance]), shares.axes)
+    parts = shares.world.all_gather(torch.stack([mean, variance]), shares.axes)
     weights = shares.weights.to(dtype)
     joined = (parts * weights).sum(0)
     joined[1] += ((parts[:, 0] - joined[0]).square_() * weights[:, 0]).sum(0)
@@ -108,7 +108,7 @@ def _backward(
         _, dw, db = torch.ops.aten.native_batch_norm_backward(
             g, x, ones, mean, variance, None, None, False, eps, [False, True, True]
         )
-    means = shares.summed(torch.stack([db, dw])) / -shares.total
+    means = shares.all_reduce(torch.stack([db, dw])) / -shares.total
     if x.numel():
         factor = ones * torch.rsqrt(variance + eps)
         shift, slope = means * factor
@@ -124,9 +124,9 @@ def _backward_on_gpu(
     scale = torch.rsqrt(variance + eps)
     dw, db = torch.zeros_like(mean), torch.zeros_like(mean)
     if x.numel():
-        g = _laid_as(g, x)
+        g = _in_format_of(g, x)
         _, _, dw, db = torch.batch_norm_backward_reduce(g, x, mean, scale, _like_weight(weight, mean), False, True, True)
-    sums = shares.summed(torch.stack([db, dw]).to(mean.dtype))
+    sums = shares.all_reduce(torch.stack([db, dw]).to(mean.dtype))
     if not x.numel():
         return torch.zeros_like(x), dw, db
     dx = torch.batch_norm_backward_elemt(g, x, mean, scale, weight, sums[0], sums[1] / scale, shares.counts_on_device)
@@ -138,14 +138,14 @@ def _like_weight(weight: Tensor | None, mean: Tensor) -> Tensor:
     return weight if weight is not None else torch.ones_like(mean)
 
 
-def _laid_as(g: Tensor, x: Tensor) -> Tensor:
-    """A gradient in the memory format of what it belongs to."""
+def _in_format_of(g: Tensor, x: Tensor) -> Tensor:
+    """A gradient in the memory format of its tensor."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return g.contiguous(memory_format=last) if last and x.is_contiguous(memory_format=last) else g.contiguous()
 
 
 def _rows(x: Tensor, first: int) -> Tensor:
-    """One row per statistic; a shard without samples has no rows, and -1 would not tell their length."""
+    """One row per statistic; a shard without samples has no rows, and -1 could not infer their length."""
     return x.reshape(1, math.prod(x.shape[:first]), math.prod(x.shape[first:]))
 
 
@@ -153,17 +153,17 @@ class _Normalize(torch.autograd.Function):
     """``(x - mean) / std`` (or ``x / rms``) over all dims from `first` on and over ranks, without the affine part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, centred: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: int, shares: _Shares, eps: float, subtract_mean: bool) -> Tensor:
         dims, kept = list(range(first, x.dim())), [*x.shape[:first], *(1,) * (x.dim() - first)]
-        if centred:
+        if subtract_mean:
             mean, variance = (t.view(kept) for t in _moments(_rows(x, first), shares))
         else:
-            variance = shares.summed(x.to(_statistics_dtype(x.dtype)).square().sum(dims, keepdim=True)) / shares.total
+            variance = shares.all_reduce(x.to(_statistics_dtype(x.dtype)).square().sum(dims, keepdim=True)) / shares.total
             mean = torch.zeros_like(variance)
         scale = torch.rsqrt(variance + eps)
         y = ((x - mean) * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
-        ctx.dims, ctx.shares, ctx.centred = dims, shares, centred
+        ctx.dims, ctx.shares, ctx.subtract_mean = dims, shares, subtract_mean
         return y
 
     @staticmethod
@@ -172,18 +172,18 @@ class _Normalize(torch.autograd.Function):
         g = grads[0]
         wide = scale.dtype
         sums = torch.stack([g.sum(ctx.dims, keepdim=True, dtype=wide), (g * y).sum(ctx.dims, keepdim=True, dtype=wide)])
-        sums = ctx.shares.summed(sums) / ctx.shares.total
+        sums = ctx.shares.all_reduce(sums) / ctx.shares.total
         dx = g - y * sums[1]
-        if ctx.centred:
+        if ctx.subtract_mean:
             dx = dx - sums[0]
         return (dx * scale).to(y.dtype), None, None, None, None
 
 
-def _shares(step: Compute, local: Local, axes: tuple[str, ...], count: Callable[[tuple[int, ...]], int]) -> _Shares:
+def _shares(step: Compute, local: RankContext, axes: tuple[str, ...], count: Callable[[tuple[int, ...]], int]) -> _Shares:
     """The shares of the ranks along the axes; `count`: values per statistic from a local shape."""
     mesh = local.world.mesh
     if axes:
-        local.world.group(axes)  # made now, by all ranks
+        local.world.group(axes)  # created now, because all ranks must take part
     shapes = [step.needs[0].local_shape(mesh.coords(r)) for r in mesh.group(local.world.rank, axes)]
     return _Shares(local.world, axes, tuple(map(count, shapes)))
 
@@ -193,7 +193,7 @@ def _track(buffer: Tensor, value: Tensor, momentum: float) -> None:
 
 
 @joint_kernel("batch_norm")
-def batch_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def batch_norm(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     arguments = Arguments(step, local)
     shares = _shares(step, local, axes, lambda shape: shape[0] * math.prod(shape[2:]))
     total = shares.total
@@ -212,7 +212,7 @@ def batch_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
 
 
 @kernel("instance_norm")
-def instance_norm(step: Compute, local: Local) -> Run:
+def instance_norm(step: Compute, local: RankContext) -> Run:
     axes = step.axes_of("joint")
     if not axes:
         return plain(step, local)
@@ -230,7 +230,7 @@ def instance_norm(step: Compute, local: Local) -> Run:
         if running_mean is not None:
             with torch.no_grad():
                 rows = [t.view(x.shape[:2]).sum(0) for t in _moments(_rows(x, 2), shares)]
-                mean, variance = across.summed(torch.stack(rows)) / across.total
+                mean, variance = across.all_reduce(torch.stack(rows)) / across.total
                 _track(running_mean, mean, momentum)
                 _track(running_var, variance * (shares.total / max(shares.total - 1, 1)), momentum)
         return _affine(y, weight, bias, spread)
@@ -245,7 +245,7 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[i
 
 
 @kernel("group_norm")
-def group_norm(step: Compute, local: Local) -> Run:
+def group_norm(step: Compute, local: RankContext) -> Run:
     arguments = Arguments(step, local)
     axes = step.axes_of("joint")
     rank = len(step.needs[0].dims)
@@ -275,7 +275,7 @@ def group_norm(step: Compute, local: Local) -> Run:
 
 
 @joint_kernel("layer_norm")
-def layer_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def layer_norm(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     arguments = Arguments(step, local)
     rms = step.op.target.startswith("aten.rms")
     first = next(d for d, loop in enumerate(step.nest.loops) if loop.kind == "joint")
@@ -293,6 +293,6 @@ def layer_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
         if weight is not None:
             y = y * weight
         y = y + bias if bias is not None else y
-        return attached(y, [t for t in tensors if not y.numel()])
+        return attach(y, [t for t in tensors if not y.numel()])
 
     return run

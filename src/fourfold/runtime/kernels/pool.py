@@ -12,14 +12,14 @@ from torch import Tensor
 from fourfold.ops.nest import Window
 from fourfold.ops.window import RowMap
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
-from fourfold.runtime.kernels.reduce import Picked, global_rows
+from fourfold.runtime.kernels.base import RankContext, Run, is_split, kernel, plain
+from fourfold.runtime.kernels.reduce import MaxWithIndex, global_rows
 from fourfold.runtime.kernels.resample import loops_of
 
 _MAX = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
 
 
-def _borders(step: Compute, local: Local) -> list[int]:
+def _borders(step: Compute, local: RankContext) -> list[int]:
     """Padding before and after every spatial dim, last dim first, as F.pad takes it."""
     out: list[int] = []
     for i in reversed(range(len(step.nest.detail["kernel"]))):
@@ -34,7 +34,7 @@ def _split(step: Compute) -> bool:
     return any(is_split(step, f"d{i}") for i in range(len(step.nest.detail["kernel"])))
 
 
-def _fit(x: Tensor, step: Compute, local: Local) -> Tensor:
+def _drop_unused_rows(x: Tensor, step: Compute, local: RankContext) -> Tensor:
     """Drop rows of unsplit dims past the last window (torch would ignore them)."""
     for i in range(len(step.nest.detail["kernel"])):
         term = step.nest.operands[0][2 + i][0]
@@ -46,7 +46,7 @@ def _fit(x: Tensor, step: Compute, local: Local) -> Tensor:
 
 
 @kernel("max_pool")
-def max_pool(step: Compute, local: Local) -> Run:
+def max_pool(step: Compute, local: RankContext) -> Run:
     if not _split(step):
         return plain(step, local)
     detail = step.nest.detail
@@ -54,7 +54,8 @@ def max_pool(step: Compute, local: Local) -> Run:
     many = len(step.op.results) > 1
 
     def run(x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        x = F.pad(_fit(x, step, local), borders, value=-math.inf) if any(borders) else _fit(x, step, local)
+        x = _drop_unused_rows(x, step, local)
+        x = F.pad(x, borders, value=-math.inf) if any(borders) else x
         y = call(x, detail["kernel"], detail["stride"], 0, detail["dilation"])
         return (y, torch.zeros_like(y, dtype=torch.long)) if many else y
 
@@ -62,16 +63,17 @@ def max_pool(step: Compute, local: Local) -> Run:
 
 
 @kernel("avg_pool")
-def avg_pool(step: Compute, local: Local) -> Run:
+def avg_pool(step: Compute, local: RankContext) -> Run:
     if not _split(step):
         return plain(step, local)
     detail, borders = step.nest.detail, _borders(step, local)
     count = len(detail["kernel"])
-    divisors = [_counts(step, local, i) for i in range(count)]
+    divisors = [_divisors(step, local, i) for i in range(count)]
 
     def run(x: Tensor) -> Tensor:
-        x = F.pad(_fit(x, step, local), borders) if any(borders) else _fit(x, step, local)
-        y = _sums(x, detail["kernel"], detail["stride"])
+        x = _drop_unused_rows(x, step, local)
+        x = F.pad(x, borders) if any(borders) else x
+        y = _window_sums(x, detail["kernel"], detail["stride"])
         if detail["divisor"]:
             return y / detail["divisor"]
         for i, divisor in enumerate(divisors):
@@ -81,7 +83,7 @@ def avg_pool(step: Compute, local: Local) -> Run:
     return run
 
 
-def _sums(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def _window_sums(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Window sums in one to three dims."""
     if len(size) == 1:
         return F.avg_pool2d(x.unsqueeze(-2), (1, *size), (1, *stride), divisor_override=1).squeeze(-2)
@@ -89,8 +91,8 @@ def _sums(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     return call(x, size, stride, divisor_override=1)
 
 
-def _counts(step: Compute, local: Local, i: int) -> Tensor:
-    """What each owned window of dim i divides by: its global extent, with or without padding."""
+def _divisors(step: Compute, local: RankContext, i: int) -> Tensor:
+    """The divisor of each owned window of dim i: its global extent, with or without padding."""
     detail = step.nest.detail
     size, pad = step.needs[0].dims[2 + i].size, detail["padding"][i]
     out = []
@@ -102,7 +104,7 @@ def _counts(step: Compute, local: Local, i: int) -> Tensor:
 
 
 @kernel("adaptive_max")
-def adaptive_max(step: Compute, local: Local) -> Run:
+def adaptive_max(step: Compute, local: RankContext) -> Run:
     """Dim by dim from the last, so that the first of equal maxima takes the gradient, as in torch."""
     terms, axes = step.nest.operands[0], step.axes_of("joint")
     if not axes and not any(is_split(step, n) for t in terms[2:] for n in loops_of(t)):
@@ -118,7 +120,7 @@ def adaptive_max(step: Compute, local: Local) -> Run:
     return run
 
 
-def _max_pass(step: Compute, local: Local, dim: int, axes: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
+def _max_pass(step: Compute, local: RankContext, dim: int, axes: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
     """Maxima along one dim: of every window, of the whole dim, or of the whole dim over the ranks that divide it."""
     term = step.nest.operands[0][dim][0]
     if isinstance(term, Window):
@@ -131,6 +133,6 @@ def _max_pass(step: Compute, local: Local, dim: int, axes: tuple[str, ...]) -> C
     own = tuple(a for a in axes if step.choice[a] == term)
     if not own:
         return lambda x: x.max(dim, keepdim=True)[0]
-    local.world.group(own)  # made now, by all ranks
+    local.world.group(own)  # created now, because all ranks must take part
     rows = global_rows(step, local, dim)
-    return lambda x: Picked.apply(x, dim, rows, local.world, own)[0]  # type: ignore[no-untyped-call]
+    return lambda x: MaxWithIndex.apply(x, dim, rows, local.world, own)[0]  # type: ignore[no-untyped-call]

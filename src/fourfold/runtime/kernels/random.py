@@ -10,10 +10,10 @@ from torch import Tensor
 from fourfold.errors import Infeasible
 from fourfold.plans.layout.layout import Layout
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, kernel
+from fourfold.runtime.kernels.base import RankContext, Run, kernel
 
 
-def uniform(step: Compute, local: Local, layout: Layout, dtype: torch.dtype, *more: object) -> Tensor:
+def uniform(step: Compute, local: RankContext, layout: Layout, dtype: torch.dtype, *more: object) -> Tensor:
     """Numbers in [0, 1) for this rank's part of a tensor."""
     if local.randomness.exact:
         generator = local.randomness.generator(local.device, step.op.name, *more)
@@ -29,13 +29,13 @@ def uniform(step: Compute, local: Local, layout: Layout, dtype: torch.dtype, *mo
     return torch.rand(local.shape(layout), generator=generator, dtype=torch.float32, device=local.device).to(dtype)
 
 
-def normal(step: Compute, local: Local, layout: Layout, dtype: torch.dtype) -> Tensor:
+def normal(step: Compute, local: RankContext, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Standard normal numbers, from two uniform ones each (Box and Muller)."""
     radius = (-2 * torch.log1p(-uniform(step, local, layout, torch.float64))).sqrt()
     return (radius * torch.cos(2 * math.pi * uniform(step, local, layout, torch.float64, "angle"))).to(dtype)
 
 
-def drop(x: Tensor, p: float, step: Compute, local: Local, layout: Layout, *more: object) -> Tensor:
+def drop(x: Tensor, p: float, step: Compute, local: RankContext, layout: Layout, *more: object) -> Tensor:
     """Dropout."""
     if p >= 1.0:
         return x * 0
@@ -43,7 +43,7 @@ def drop(x: Tensor, p: float, step: Compute, local: Local, layout: Layout, *more
 
 
 @kernel("random")
-def random(step: Compute, local: Local) -> Run:
+def random(step: Compute, local: RankContext) -> Run:
     name, args = step.op.target.split(".")[1], step.op.args
     layout = step.gives[0]
     if name in ("dropout", "feature_dropout"):
@@ -64,6 +64,6 @@ def random(step: Compute, local: Local) -> Run:
     if name == "randn_like":
         return lambda x: normal(step, local, layout, x.dtype)
     if name == "bernoulli":
-        given = args[1] if len(args) > 1 else step.op.kwargs.get("p")
-        return lambda x: (uniform(step, local, layout, x.dtype) < (x if given is None else given)).to(x.dtype)
+        p = args[1] if len(args) > 1 else step.op.kwargs.get("p")
+        return lambda x: (uniform(step, local, layout, x.dtype) < (x if p is None else p)).to(x.dtype)
     raise Infeasible(f"{step.op.path}: random op {step.op.target} cannot be drawn alike on every rank")

@@ -1,4 +1,4 @@
-"""LSTM on the samples a rank owns; dropout between layers is drawn by us, so that every split sees the same."""
+"""LSTM on the samples a rank owns; dropout between layers is drawn by `drop`, so that it is equal under every split."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Arguments, Local, Run, kernel
+from fourfold.runtime.kernels.base import Arguments, RankContext, Run, kernel
 from fourfold.runtime.kernels.random import drop
 
 CUDNN_LSTM = 2  # among cuDNN's kinds of recurrent layers
 
 
 @kernel("lstm")
-def lstm(step: Compute, local: Local) -> Run:
+def lstm(step: Compute, local: RankContext) -> Run:
     arguments = Arguments(step, local)
     _, _, _, biases, layers, dropout, train, both, first = step.op.args
     width = 4 if biases else 2

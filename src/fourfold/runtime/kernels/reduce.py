@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.plans.lowering.program import Compute
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.kernels.base import Local, Run, joint_kernel, kernel, plain
+from fourfold.runtime.kernels.base import RankContext, Run, joint_kernel, kernel, plain
 
 
 class JointSum(torch.autograd.Function):
@@ -22,7 +22,7 @@ class JointSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World, axes: tuple[str, ...]) -> Tensor:
-        return world.summed(x, axes)
+        return world.all_reduce(x, axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -33,18 +33,18 @@ def joint_sum(x: Tensor, world: World, axes: tuple[str, ...]) -> Tensor:
     return JointSum.apply(x, world, axes)  # type: ignore[no-untyped-call]
 
 
-def _least(dtype: torch.dtype) -> float:
+def _lowest(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _top(x: Tensor, dims: list[int]) -> Tensor:
+def _local_max(x: Tensor, dims: list[int]) -> Tensor:
     """The maximum over dims, with keepdim; the dtype's lowest value for an empty shard."""
     if all(x.shape[d] for d in dims):
         return x.amax(dims, keepdim=True)
-    return x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _least(x.dtype))
+    return x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _lowest(x.dtype))
 
 
-def _shaped(y: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+def _drop_dims(y: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     """Without the reduced dims, unless the op has keepdim."""
     return y if keepdim else y.reshape([s for d, s in enumerate(y.shape) if d not in dims])
 
@@ -54,7 +54,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], world: World, axes: tuple[str, ...]) -> Tensor:
-        top = world.gathered(_top(x, dims), axes).amax(0)
+        top = world.all_gather(_local_max(x, dims), axes).amax(0)
         ctx.save_for_backward(x == top)
         ctx.dims, ctx.world, ctx.axes = dims, world, axes
         return top
@@ -62,24 +62,24 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (mask,), g = ctx.saved_tensors, grads[0]
-        ties = ctx.world.summed(mask.sum(ctx.dims, keepdim=True).to(g.dtype), ctx.axes)
+        ties = ctx.world.all_reduce(mask.sum(ctx.dims, keepdim=True).to(g.dtype), ctx.axes)
         return mask * (g / ties), None, None, None
 
 
 @joint_kernel("extreme")
-def extreme(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def extreme(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     detail = step.nest.detail
     dims, sign = list(detail["dims"]), detail["sign"]
 
     def run(x: Tensor) -> Tensor:
         y = _Extreme.apply(x * sign, dims, local.world, axes) * sign  # type: ignore[no-untyped-call]
-        return _shaped(y, dims, detail["keepdim"])
+        return _drop_dims(y, dims, detail["keepdim"])
 
     return run
 
 
-class Picked(torch.autograd.Function):
-    """Maximum along one divided dim with its place in the whole dim; the first of equals counts."""
+class MaxWithIndex(torch.autograd.Function):
+    """Maximum along one divided dim with its index in the whole dim; the first of equals counts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, rows: Tensor, world: World, axes: tuple[str, ...]) -> tuple[Tensor, Tensor]:
@@ -87,9 +87,9 @@ class Picked(torch.autograd.Function):
             value, at = x.max(dim, keepdim=True)
             row = rows[at]
         else:
-            value = _top(x, [dim])
+            value = _local_max(x, [dim])
             row = torch.full_like(value, torch.iinfo(torch.long).max, dtype=torch.long)
-        values, places = world.gathered(value, axes), world.gathered(row, axes)
+        values, places = world.all_gather(value, axes), world.all_gather(row, axes)
         top = values.amax(0)
         place = torch.where((values == top) | values.isnan(), places, torch.iinfo(torch.long).max).amin(0)
         ctx.save_for_backward(place, rows)
@@ -104,27 +104,27 @@ class Picked(torch.autograd.Function):
         return grads[0] * (place == mine), None, None, None, None
 
 
-def global_rows(step: Compute, local: Local, dim: int) -> Tensor:
+def global_rows(step: Compute, local: RankContext, dim: int) -> Tensor:
     """Global numbers of the rows this rank holds of the first operand."""
     return torch.tensor(list(local.box(step.needs[0])[dim]), dtype=torch.long, device=local.device)
 
 
 @joint_kernel("picked")
-def picked(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def max_with_index(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     detail = step.nest.detail
     (dim,), sign = detail["dims"], detail["sign"]
     rows = global_rows(step, local, dim)
 
     def run(x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        value, place = Picked.apply(x * sign, dim, rows, local.world, axes)  # type: ignore[no-untyped-call]
-        value, place = (_shaped(t, [dim], detail["keepdim"]) for t in (value * sign, place))
+        value, place = MaxWithIndex.apply(x * sign, dim, rows, local.world, axes)  # type: ignore[no-untyped-call]
+        value, place = (_drop_dims(t, [dim], detail["keepdim"]) for t in (value * sign, place))
         return (value, place) if detail["values"] else place
 
     return run
 
 
 @joint_kernel("moments")
-def moments(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def moments(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     detail = step.nest.detail
     dims, count = list(detail["dims"]), detail["count"]
     freedom = max(count - detail["correction"], 0)
@@ -135,8 +135,8 @@ def moments(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
         spread = joint_sum((x - mean.detach()).square().sum(dims, keepdim=True), local.world, axes) / freedom
         if detail["root"]:
             spread = torch.where(spread > 0, torch.where(spread > 0, spread, 1.0).sqrt(), spread)
-        out = _shaped(spread, dims, detail["keepdim"])
-        return (out, _shaped(mean, dims, detail["keepdim"])) if detail["mean"] else out
+        out = _drop_dims(spread, dims, detail["keepdim"])
+        return (out, _drop_dims(mean, dims, detail["keepdim"])) if detail["mean"] else out
 
     return run
 
@@ -146,7 +146,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], order: float, world: World, axes: tuple[str, ...]) -> Tensor:
-        y = world.summed(x.abs().pow(order).sum(dims, keepdim=True), axes).pow(1 / order)
+        y = world.all_reduce(x.abs().pow(order).sum(dims, keepdim=True), axes).pow(1 / order)
         ctx.save_for_backward(x, y)
         ctx.order = order
         return y
@@ -159,34 +159,34 @@ class _Norm(torch.autograd.Function):
 
 
 @joint_kernel("vector_norm")
-def vector_norm(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def vector_norm(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     detail = step.nest.detail
     dims = list(detail["dims"])
 
     def run(x: Tensor) -> Tensor:
         y = _Norm.apply(x, dims, detail["order"], local.world, axes)  # type: ignore[no-untyped-call]
-        return _shaped(y, dims, detail["keepdim"])
+        return _drop_dims(y, dims, detail["keepdim"])
 
     return run
 
 
 @joint_kernel("logsumexp")
-def logsumexp(step: Compute, local: Local, axes: tuple[str, ...]) -> Run:
+def logsumexp(step: Compute, local: RankContext, axes: tuple[str, ...]) -> Run:
     detail = step.nest.detail
     dims = list(detail["dims"])
 
     def run(x: Tensor) -> Tensor:
         with torch.no_grad():
-            top = local.world.gathered(_top(x, dims), axes).amax(0)
+            top = local.world.all_gather(_local_max(x, dims), axes).amax(0)
             top = torch.where(top.isinf(), torch.zeros_like(top), top)
         y = top + joint_sum((x - top).exp().sum(dims, keepdim=True), local.world, axes).log()
-        return _shaped(y, dims, detail["keepdim"])
+        return _drop_dims(y, dims, detail["keepdim"])
 
     return run
 
 
 @kernel("mean")
-def mean(step: Compute, local: Local) -> Run:
+def mean(step: Compute, local: RankContext) -> Run:
     """A mean whose dims are divided is a sum over the global count."""
     detail = step.nest.detail
     if not step.axes_of("sum"):

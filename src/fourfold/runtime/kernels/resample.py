@@ -10,11 +10,11 @@ from torch import Tensor
 from fourfold.ops.nest import Window
 from fourfold.ops.window import RowMap
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, attached, is_split, kernel, plain
+from fourfold.runtime.kernels.base import RankContext, Run, attach, is_split, kernel, plain
 
 
 @kernel("resample")
-def resample(step: Compute, local: Local) -> Run:
+def resample(step: Compute, local: RankContext) -> Run:
     """Interpolation and adaptive averages: the 1-D weights of the owned rows, dim by dim."""
     terms = step.nest.operands[0]
     split = [d for d in range(2, len(terms)) if any(is_split(step, n) for n in loops_of(terms[d]))]
@@ -25,7 +25,7 @@ def resample(step: Compute, local: Local) -> Run:
 
     def run(x: Tensor) -> Tensor:
         if empty:
-            return attached(x.new_zeros(shape), (x,))
+            return attach(x.new_zeros(shape), (x,))
         for dim, weights in plans:
             x = _apply(x, dim, weights)
         return x
@@ -42,7 +42,7 @@ Weights = Tensor | float
 """Of one dim: dense (owned outputs x held inputs), the input that each owned output copies, or a factor for a global sum."""
 
 
-def _weights(step: Compute, local: Local, dim: int) -> Weights:
+def _weights(step: Compute, local: RankContext, dim: int) -> Weights:
     term = step.nest.operands[0][dim][0]
     if not isinstance(term, Window):
         return 1.0 / step.needs[0].dims[dim].size

@@ -9,17 +9,17 @@ from torch import Tensor
 from fourfold.ops.nest import Window
 from fourfold.ops.window import RowMap
 from fourfold.plans.lowering.program import Compute
-from fourfold.runtime.kernels.base import Local, Run, is_split, kernel, plain
+from fourfold.runtime.kernels.base import RankContext, Run, is_split, kernel, plain
 
 
 @kernel("slice")
-def slice_(step: Compute, local: Local) -> Run:
+def slice_(step: Compute, local: RankContext) -> Run:
     """Split along the sliced dim, the fetch has brought just the rows kept."""
     return (lambda x: x) if is_split(step, f"i{step.nest.detail['dim']}") else plain(step, local)
 
 
 @kernel("rows")
-def rows(step: Compute, local: Local) -> Run:
+def rows(step: Compute, local: RankContext) -> Run:
     """Slices with a step, flips, rolls and paddings along split dims."""
     windows = {d: t[0] for d, t in enumerate(step.nest.operands[0]) if t and isinstance(t[0], Window)}
     if not any(is_split(step, w.loop) for w in windows.values()):

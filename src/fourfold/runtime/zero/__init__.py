@@ -1,4 +1,4 @@
 """Divided optimizer state (ZeRO-1) and divided weights (ZeRO-3): gathered, released, reduced.
 
-Enters: actions on divided weights, autograd's hooks. Leaves: weights where ops read them. When to fetch stands in the lists.
+Enters: actions on divided weights, autograd's hooks. Leaves: weights where ops read them. The lists say when to fetch.
 """

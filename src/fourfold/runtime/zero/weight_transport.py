@@ -39,7 +39,7 @@ class GatheredWeight:
 
 
 class WeightTransport(Protocol):
-    """Carries out a list's actions on divided weights; all ranks call in the order of their lists."""
+    """Executes a list's actions on divided weights (`Fetch`, `Give`, `Limit`); all ranks call in the order of their lists."""
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -69,7 +69,7 @@ class Zero1Slices:
 
 
 def _spans_within(stored: Layout, part: Layout, coords: Coords) -> Spans:
-    """Where a rank's slice lies in what it stores: one run of every dim, because dividing cuts a dim's indices in order."""
+    """The place of a rank's slice in its stored tensor: one run of every dim, because a dim's indices are cut in order."""
     boxes = zip(stored.box(coords), part.box(coords), strict=True)
     spans = tuple(whole.positions(own) for whole, own in boxes)
     assert all(len(pieces) <= 1 for pieces in spans)
@@ -104,13 +104,13 @@ class SliceGather:
         """Fill this rank's views of what the others have updated; all must call."""
         for number in range(self.action.rounds):
             self.world.note("all_gather", self.action.path, self.action.axes, self.size, "slices")
-            rows = self._by_shared_memory(number) if self.areas else self._by_collective(number)
+            rows = self._gather_shared(number) if self.areas else self._gather_collective(number)
             for k, row in enumerate(rows):  # step (18), where memory is shared
                 if k != self.me:
                     for part, piece in self._pieces(k, number, row):
                         part.copy_(piece)
 
-    def _by_shared_memory(self, number: int) -> Sequence[Tensor]:
+    def _gather_shared(self, number: int) -> Sequence[Tensor]:
         self.round += 1
         rows = self.areas[self.round % 2]
         for part, piece in self._pieces(self.me, number, rows[self.me]):  # step (17)
@@ -118,7 +118,7 @@ class SliceGather:
         self.sync.barrier()
         return rows
 
-    def _by_collective(self, number: int) -> Sequence[Tensor]:
+    def _gather_collective(self, number: int) -> Sequence[Tensor]:
         row = self.slices[0][0].new_zeros(self.action.elements)
         for part, piece in self._pieces(self.me, number, row):
             piece.copy_(part)

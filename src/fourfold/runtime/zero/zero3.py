@@ -37,13 +37,13 @@ from fourfold.plans.lists.actions import (
 from fourfold.plans.lists.stage_list import StageList
 from fourfold.plans.lowering.program import Compute, Move
 from fourfold.runtime.comm.world import World
-from fourfold.runtime.zero.weight_transport import GatheredWeight
+from fourfold.runtime.zero.weight_transport import GatheredWeight, WeightTransport
 from fourfold.runtime.zero.zero3_collective import CollectiveTransport
 from fourfold.runtime.zero.zero3_shared import SharedTransport
 
 
 class SavedView:
-    """What autograd saves instead of a view of a gathered weight: which weight, and which view."""
+    """Autograd saves this in place of a view of a gathered weight: which weight, and which view."""
 
     __slots__ = ("offset", "size", "stride", "weight")
 
@@ -53,18 +53,18 @@ class SavedView:
 
 
 class BackwardActions:
-    """What the backward list of one size of micro-batch says about weights: before the backward of an op, after that of a
-    weight, and at the end. Ops are looked up by the identity of their step."""
+    """The actions on weights in the backward list of one size of micro-batch: before the backward of an op, after that of a
+    weight, and at the end. Ops are looked up by the id of their step; `op_ids`: all that have a backward."""
 
     def __init__(self, lists: StageList) -> None:
         backs = [action for action in lists.backward if isinstance(action, Back)]
         self.before = {id(back.step): back.before for back in backs if back.before}
         self.after = {back.step: back.after for back in backs if isinstance(back.step, Move) and back.after}
         self.end = tuple(action for action in lists.backward if isinstance(action, Release))
-        self.listed = frozenset(id(back.step) for back in backs)
+        self.op_ids = frozenset(id(back.step) for back in backs)
 
 
-class Weights:
+class Zero3Weights:
     """The divided parameters of one stage, for all sizes of micro-batches."""
 
     def __init__(self, lists: Mapping[int, StageList], state: Mapping[str, Tensor], world: World) -> None:
@@ -74,19 +74,19 @@ class Weights:
         self.backwards = {size: BackwardActions(stage_list) for size, stage_list in lists.items()} if self.weights else {}
         self.transport = self._new_transport(state) if self.weights else None
         self.size = next(iter(lists))  # of the micro-batch whose forward or backward runs
-        self.running: Compute | None = None  # the op that runs
+        self.current_op: Compute | None = None  # whose forward runs
         self.storages: dict[int, tuple[GatheredWeight, StorageWeakRef]] = {}  # of gathered weights, by address
-        self.hooked: set[int] = set()  # ops whose actions before this backward have been done
+        self.hooks_run: set[int] = set()  # ids of the ops whose hook has run in this backward
 
     def _gathered_weight(self, move: Move, shard: Tensor) -> GatheredWeight:
         return GatheredWeight(move, move.exchange.steps[0].target.local_shape(self.world.coords), shard)
 
-    def _new_transport(self, state: Mapping[str, Tensor]) -> SharedTransport | CollectiveTransport:
+    def _new_transport(self, state: Mapping[str, Tensor]) -> WeightTransport:
         messages = [stage_list.messages for stage_list in self.lists.values()]
         if messages[0].weights_shared:
             ring_bytes = max(one.ring_bytes for one in messages)
             return SharedTransport(list(self.weights.values()), state, self.world, ring_bytes)
-        actions = (action for found in self.lists.values() for action in flat((*found.forward, *found.backward)))
+        actions = (a for stage_list in self.lists.values() for a in flat((*stage_list.forward, *stage_list.backward)))
         bunches = [a.message for a in actions if isinstance(a, Launch) and isinstance(a.message, Bunch)]
         returns = [bunch for one in messages for bunch in one.returns]
         return CollectiveTransport([*bunches, *returns], self.weights, self.world)
@@ -118,30 +118,30 @@ class Weights:
         self.storages[reference.cdata] = (weight, reference)  # the reference keeps the address from being used again
         return out
 
-    def watch(self, size: int, step: Compute, run: Callable[..., Any]) -> Callable[..., Any]:
-        """An op that is known while it runs, and before whose backward the list's actions are done."""
+    def wrap_op(self, size: int, step: Compute, run: Callable[..., Any]) -> Callable[..., Any]:
+        """An op that sets `current_op` while it runs, and whose backward is preceded by the list's actions."""
         if self.transport is None:
             return run
         before = self.backwards[size].before.get(id(step))
 
-        def run_watched(*tensors: Any) -> Any:
-            self.running = step
+        def run_with_hook(*tensors: Any) -> Any:
+            self.current_op = step
             out = run(*tensors)
             node = _grad_fn(out) if before else None
             if before and node is not None:
-                node.register_prehook(partial(self._before, step, before))
+                node.register_prehook(partial(self._run_before, step, before))
             return out
 
-        return run_watched
+        return run_with_hook
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedView:
         found = self.storages.get(tensor.untyped_storage()._cdata)
         if found is None:
             return tensor
-        weight, step = found[0], self.running
+        weight, step = found[0], self.current_op
         assert step is not None
         listed = self.lists[self.size].messages.backward_weights.get(id(step), ())
-        if weight.move not in listed and id(step) in self.backwards[self.size].listed:
+        if weight.move not in listed and id(step) in self.backwards[self.size].op_ids:
             raise Infeasible(
                 f"{step.op.path} ({step.op.target}) keeps {weight.name} for its backward, which its rule does not say, so "
                 "that nobody would gather it then; use --zero 1, or no division of weights"
@@ -153,22 +153,22 @@ class Weights:
     def backward(self, size: int) -> None:
         """Called before the engine runs."""
         self.size = size
-        self.hooked.clear()
+        self.hooks_run.clear()
 
     def end_backward(self) -> None:
-        """Called after the engine has run: release the weights it left, and check that it ran every backward listed."""
+        """Called after the engine has run: release the remaining weights, and check that every hook has run."""
         if self.transport is None:
             return
         actions = self.backwards[self.size]
-        assert self.hooked == actions.before.keys(), (
-            f"{len(actions.before) - len(self.hooked)} listed backwards of ops did not run"
+        assert self.hooks_run == actions.before.keys(), (
+            f"{len(actions.before) - len(self.hooks_run)} listed backwards of ops did not run"
         )
-        self.act(actions.end)
+        self.execute(actions.end)
 
-    def _before(self, step: Compute, actions: Iterable[Action], _: Any) -> None:
-        if id(step) not in self.hooked:
-            self.hooked.add(id(step))
-            self.act(actions)
+    def _run_before(self, step: Compute, actions: Iterable[Action], _: Any) -> None:
+        if id(step) not in self.hooks_run:
+            self.hooks_run.add(id(step))
+            self.execute(actions)
 
     def after_gradient(self, weight: GatheredWeight, grad: Tensor, size: int) -> None:
         """Called when the gradient of a weight is complete."""
@@ -178,10 +178,10 @@ class Weights:
                 assert self.transport is not None
                 self.transport.give(weight, grad, action.target)
             else:
-                self.act((action,))
+                self.execute((action,))
 
-    def act(self, actions: Iterable[Action]) -> None:
-        """Carry out actions of a list other than forwards and backwards of ops."""
+    def execute(self, actions: Iterable[Action]) -> None:
+        """Execute actions of a list other than forwards and backwards of ops."""
         for action in actions:
             if isinstance(action, Fetch):
                 self._fetch_for_backward(action)
@@ -222,10 +222,12 @@ class Weights:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers a weight; its backward carries out what the list says once the gradient is complete."""
+    """Gathers a weight; its backward executes the list's actions for the complete gradient."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, weights: Weights, weight: GatheredWeight, source: Bunch | None, size: int) -> Tensor:
+    def forward(
+        ctx: Any, shard: Tensor, weights: Zero3Weights, weight: GatheredWeight, source: Bunch | None, size: int
+    ) -> Tensor:
         ctx.weights, ctx.weight, ctx.size = weights, weight, size
         assert weights.transport is not None
         return weights.transport.fetch(weight, source)

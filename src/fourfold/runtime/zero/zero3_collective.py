@@ -23,8 +23,8 @@ class CollectiveTransport:
         self.weights = weights
         self.exchanges = {bunch: PackedExchange(bunch, world) for bunch in dict.fromkeys(bunches)}
         self.gathers: dict[Bunch, FinishAll] = {}  # in flight
-        self.arrived: dict[tuple[Bunch, Move], Tensor] = {}  # gathered weights that were not fetched yet
-        self.gradients: dict[Move, Tensor] = {}  # that wait for the others of their message
+        self.weights_to_fetch: dict[tuple[Bunch, Move], Tensor] = {}  # gathered weights
+        self.gradients: dict[Move, Tensor] = {}  # complete, until the others of their message are
         self.reductions: deque[tuple[Bunch, FinishAll]] = deque()  # in flight, the oldest first
 
     @property
@@ -36,8 +36,8 @@ class CollectiveTransport:
         """Start a message. A weight without a gradient on this rank sends zeros."""
         members = [self.weights[move] for move in bunch.moves]
         if bunch.gradients:
-            found = [self.gradients.pop(w.move, None) for w in members]
-            grads = [w.shard.new_zeros(w.shape) if grad is None else grad for w, grad in zip(members, found, strict=True)]
+            own = [self.gradients.pop(w.move, None) for w in members]
+            grads = [w.shard.new_zeros(w.shape) if grad is None else grad for w, grad in zip(members, own, strict=True)]
             self.reductions.append((bunch, self.exchanges[bunch].launch(grads)))
         else:
             self.gathers[bunch] = self.exchanges[bunch].launch([w.shard.detach() for w in members])
@@ -45,11 +45,11 @@ class CollectiveTransport:
     def wait(self, bunch: Bunch) -> None:
         """Wait for a message with weights."""
         weights = self.gathers.pop(bunch)()
-        self.arrived.update({(bunch, move): weight for move, weight in zip(bunch.moves, weights, strict=True)})
+        self.weights_to_fetch.update({(bunch, move): weight for move, weight in zip(bunch.moves, weights, strict=True)})
 
     def fetch(self, weight: GatheredWeight, source: Bunch | None) -> Tensor:
         assert source is not None
-        return self.arrived.pop((source, weight.move))
+        return self.weights_to_fetch.pop((source, weight.move))
 
     @torch.no_grad()
     def give(self, weight: GatheredWeight, grad: Tensor, target: Bunch | None) -> None:

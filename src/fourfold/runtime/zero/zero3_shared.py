@@ -2,7 +2,7 @@
 
 A weight is gathered by copying from where each rank stores its shard; the other ranks need not take part. For a gradient, a
 rank copies it into its own area of the ring and publishes it by a counter; once all ranks have published it, each adds up its
-own part from all areas. Ranks look for published gradients whenever they give one themselves, and at the end. A gradient has
+own part from all areas. Ranks look for published gradients whenever they publish one themselves, and at the end. A gradient has
 the same place in every rank's area, and the place is used again once every rank has consumed what lay there. Steps (8) to (16)
 of `runtime.comm.shared` draw this.
 
@@ -96,7 +96,8 @@ class GradientRing:
         self.in_use.clear()
 
     @torch.no_grad()
-    def give(self, weight: GatheredWeight, grad: Tensor) -> None:
+    def publish(self, weight: GatheredWeight, grad: Tensor) -> None:
+        """Steps (10) to (14) for a gradient of this rank."""
         size = self.parts[weight].size
         begin = self._reserve(size)
         slot = self.slots.get((weight, begin))
@@ -160,9 +161,9 @@ class SharedTransport:
         return self.readers[weight]()
 
     def give(self, weight: GatheredWeight, grad: Tensor, target: Bunch | None = None) -> None:
-        self.ring.give(weight, grad)
+        self.ring.publish(weight, grad)
 
     def limit(self, most: int) -> None:
-        """Add up everything that ranks have given; then nothing is in flight."""
+        """Add up all published gradients; then none is in flight."""
         assert most == 0
         self.ring.finish()

@@ -4,7 +4,7 @@ Enters: tensors of ranks on one host. Leaves: their sums and parts. Knows nothin
 
 A rank writes its own rows and counters only, and every rank reads all of them. Nothing is locked: what keeps a reader from a
 row that is being written is the order of the steps below, to whose numbers comments in the code refer. They need stores that
-become visible in the order in which they were made, as on x86.
+become visible in program order, as on x86.
 
 `memory.SharedRows`: one counter and two rows per rank; ``n`` counts the gathers and barriers of the group.
 

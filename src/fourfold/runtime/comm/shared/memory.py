@@ -29,7 +29,7 @@ _LINE = 64  # bytes: one counter per cache line
 _FOLDER = "/dev/shm"
 _RESERVE = 4 * 2**20  # bytes of shared memory left out of every plan: for `SharedRows`, and for other programs
 _SPINS = 100  # polls before sleeping between polls: where ranks share cores, the late rank needs the core
-_NAP = 50e-6  # seconds
+_SLEEP = 50e-6  # seconds
 
 
 def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap:
@@ -151,7 +151,7 @@ def wait_for(counters: Any, target: int, timeout: float, meanwhile: Callable[[],
         if polls < _SPINS:
             os.sched_yield()
             continue
-        time.sleep(min(_NAP * (polls // _SPINS), 1e-3))
+        time.sleep(min(_SLEEP * (polls // _SPINS), 1e-3))
         if polls % _SPINS == 0:
             now = time.monotonic()
             deadline = deadline or now + timeout
