@@ -11,7 +11,7 @@ from fourfold.runtime.host.devices import rank_devices
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(devices, "_gpu_count", lambda: request.param)
+    monkeypatch.setattr(devices, "gpu_count", lambda: request.param)
 
 
 @pytest.mark.parametrize("gpus", [4], indirect=True)
