@@ -19,7 +19,10 @@ def predictor() -> gpu_shares.Predictor:
     return gpu_shares.Predictor(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("strategy", ["data", "spatial", "filter", "channel", "data+filter"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("data", "spatial", "filter", "channel")]
+
+
+@pytest.mark.parametrize("strategy", ["data+filter", *SLOW])
 def test_a_share_runs_alone_and_its_peak_is_that_predicted(strategy: str, predictor: gpu_shares.Predictor) -> None:
     workload = gpu_shares.load_workload(MODEL)
     rank = gpu_shares.share_ranks(workload, strategy)[-1]

@@ -21,7 +21,7 @@ CELLS = [("pipeline", ranks, schedule) for ranks in (2, 3, 4) for schedule in SC
 CELLS += [("data+pipeline", 3, "1f1b-so"), ("filter+pipeline", 4, "gpipe")]
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [block if block < 4 else pytest.param(block, marks=pytest.mark.slow) for block in range(10)])
 def test_a_thousand_random_plans_end_with_every_message_at_its_own(block: int) -> None:
     for number in range(100 * block, 100 * block + 100):
         plan = drawn(f"suite {number}")

@@ -25,6 +25,7 @@ run.step(x, y)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the names of threads are read from /proc")
 def test_no_thread_of_a_group_outlives_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

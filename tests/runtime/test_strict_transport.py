@@ -81,16 +81,19 @@ CELLS = [
     *(("vgg16-cifar", "pipeline", 3, schedule, 6) for schedule in ("gpipe", "1f1b-sno", "1f1b-so", "interleaved")),
     ("vgg16-cifar", "pipeline", 4, "1f1b-so", 3),  # a batch of 8 in 3, 3, 2
     ("vgg16-cifar", "data+pipeline", 3, "1f1b-so", 3),  # stages of two ranks and of one
-    ("vgg16-cifar", "data+pipeline", 4, "interleaved", 4),
     ("unet3d", "pipeline", 3, "1f1b-so", 4),  # skips over a stage
-    ("unet3d", "pipeline", 4, "gpipe", 4),
-    ("unet3d", "pipeline", 2, "interleaved", 2),
     ("unet3d", "spatial+pipeline", 3, "1f1b-sno", 2),
     ("gpt2", "pipeline", 3, "1f1b-sno", 3),  # a tied weight; a batch of 4 in 2, 1, 1
-    ("gpt2", "pipeline", 2, "interleaved", 4),
     ("gpt2", "filter+pipeline", 4, "1f1b-so", 2),
+]
+MORE = [
+    ("vgg16-cifar", "data+pipeline", 4, "interleaved", 4),
+    ("unet3d", "pipeline", 4, "gpipe", 4),
+    ("unet3d", "pipeline", 2, "interleaved", 2),
+    ("gpt2", "pipeline", 2, "interleaved", 4),
     ("gnmt", "pipeline", 3, "interleaved", 3),
 ]
+CELLS += [pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE]
 
 
 @pytest.mark.parametrize(("name", "strategy", "ranks", "schedule", "microbatches"), CELLS)
