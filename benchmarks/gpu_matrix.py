@@ -8,6 +8,7 @@ buffers to 1e-9 of one process on the processor, as the suite does; channels_las
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -60,7 +61,7 @@ class HalfPrepared(matrix.Prepared):
                 cell.status, cell.detail = "wrong", f"{worst.tensor} is off by {worst.error:.1e}, {limit:.1e} allowed"
 
     def _autocast(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        module = __import__("copy").deepcopy(self.module).cuda()
+        module = copy.deepcopy(self.module).cuda()
         with torch.autocast("cuda", torch.bfloat16):
             outputs = pytree.tree_leaves(module(*[x.cuda() for x in self.inputs]))
             loss = matrix.weighted_sum(outputs, *[t.cuda() for t in self.targets])

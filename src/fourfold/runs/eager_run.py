@@ -44,10 +44,8 @@ def eager_trial(
 ) -> RunResult:
     """The steps of `run_steps`, by the module itself in this process."""
     example, dtypes = workload.example, PRECISIONS[precision]
-    whole, random_numbers = (
-        WithLoss(example.module, example.loss),
-        random_numbers_for(workload, precision, microbatches, device),
-    )
+    whole = WithLoss(example.module, example.loss)
+    random_numbers = random_numbers_for(workload, precision, microbatches, device)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtypes.get(str(tensor.dtype).removeprefix("torch."), tensor.dtype))

@@ -4,10 +4,8 @@ The reference is the eager module itself, in the modes the user left it in. Wher
 float32 by name, the eager module runs under `PlanRandomNumbers`, which draws the plan's masks and replaces float32 by float64.
 Where that cannot be done, the reference is the program on one rank, and the verdict says so.
 
-Micro-batches change nothing but batch norm's statistics, buffers that forward updates and the masks drawn. A model with such
-is run eagerly on one micro-batch after the other, and its loss taken of all their outputs together; any other on the
-whole batch. Where the reference is the program, its micro-batches are weighed as the plan's are, so that dropout is compared
-but not the weighing.
+`eager_run` says which models are run in micro-batches. Where the reference is the program, its micro-batches are weighed as the
+plan's are, so that dropout is compared but not the weighing.
 """
 
 from __future__ import annotations
